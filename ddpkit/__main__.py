@@ -1,6 +1,8 @@
 """Tools beside training, to be started in the project's folder: python -m ddpkit COMMAND
 
   check DIR      read every file of a data set, and list what is wrong with it
+  convert SOURCE OUT
+                 make such a data set from labels of COCO, YOLO, VOC, LabelMe, CVAT and others
   export         write a checkpoint as an ONNX file, also with 8-bit integers
   publish        write a model card, and push it with the checkpoint to the Hugging Face hub
   where          have a run print where its ranks are
@@ -23,7 +25,12 @@ from ddpkit.errors import print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.run.flags import Parser
 
-ON_CPU = ("check", "export", "publish")  # they leave GPUs to those who need one
+ON_CPU = (
+    "check",
+    "convert",
+    "export",
+    "publish",
+)  # they leave GPUs to those who need one
 
 
 def where() -> None:

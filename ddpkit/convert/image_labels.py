@@ -1,0 +1,156 @@
+"""Labels of whole images in CSV files: Roboflow's, Kaggle's, and those of Hugging Face."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ddpkit.convert import runs
+from ddpkit.convert.labels import LabelledSet, Sample, part_of
+from ddpkit.convert.tree import Json, Tree
+from ddpkit.errors import UserError, shorten
+
+# Columns, in small letters: of images, and of labels.
+IMAGES = (*runs.IMAGES, "file_name", "image_path", "path", "name")
+LABELS = ("label", "labels", "class", "category", "breed", "species", "target", "tags")
+METADATA = ("metadata.csv", "metadata.jsonl")
+YES_NO = {"0", "1", "0.0", "1.0"}
+
+
+def find_several(tree: Tree) -> list[str]:
+    """Return Roboflow's lists, with a column of 0 and 1 per class."""
+    return [
+        name
+        for name in tree.files
+        if name.rpartition("/")[2] == "_classes.csv"
+        and "filename" in next(tree.rows(name), {})
+    ]
+
+
+def find_metadata(tree: Tree) -> list[str]:
+    """Return the lists of Hugging Face that have labels."""
+    found = []
+    for name in tree.files:
+        if name.rpartition("/")[2] in METADATA:
+            row = next(records(tree, name), {})
+            if "file_name" in row and label_columns(row, "file_name"):
+                found.append(name)
+    return found
+
+
+def find_lists(tree: Tree) -> list[str]:
+    """Return the CSV files whose first row names an image that is there, and has a label."""
+    found = []
+    for name in tree.with_ending(".csv"):
+        row = next(tree.rows(name), {})
+        image = image_column(row)
+        is_other = name in find_several(tree) or runs.columns_of(tree, name)
+        if "submission" in name.lower() or is_other or not label_columns(row, image):
+            continue
+        part = part_of(name) or "train"
+        if any(tree.find_image(each[image], name, part) for each in tree.rows(name)):
+            found.append(name)
+    return found
+
+
+def records(tree: Tree, name: str) -> Iterator[dict[str, Json]]:
+    """Yield the rows of a CSV file, or the objects of a file with one in each line."""
+    if not name.endswith(".jsonl"):
+        yield from tree.rows(name)
+        return
+    for number, line in enumerate(tree.lines(name), 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{tree.path(name)}, line {number}: no JSON object; repair or remove it"
+            )
+        yield row
+
+
+def image_column(row: dict[str, Json]) -> str:
+    known = {column.lower(): column for column in row}
+    named = [known[each] for each in IMAGES if each in known]
+    # else the first one
+    return named[0] if named else next(iter(row), "")
+
+
+def label_columns(row: dict[str, Json], image: str) -> list[str]:
+    """Return the column of labels; or those of classes, which have 0 or 1; or none."""
+    others = [column for column in row if column and column != image]
+    for column in others:
+        if column.lower() in LABELS:
+            return [column]
+    if len(others) > 1:
+        are_classes = all(str(row[column]) in YES_NO for column in others)
+        return others if are_classes else []
+    return others
+
+
+def labels_in_row(row: dict[str, Json], columns: Sequence[str]) -> list[str]:
+    if len(columns) > 1:
+        return [column for column in columns if float(row[column] or 0) >= 0.5]
+    value = row.get(columns[0])
+    if isinstance(value, list):
+        return [str(each) for each in value]
+    words = re.split(r"[;|]", "" if value is None else str(value))
+    return [word.strip() for word in words if word.strip()]
+
+
+def read_several(tree: Tree) -> LabelledSet:
+    return read_lists(tree, find_several(tree))
+
+
+def read_metadata(tree: Tree) -> LabelledSet:
+    return read_lists(tree, find_metadata(tree))
+
+
+def read_kaggle_lists(tree: Tree) -> LabelledSet:
+    return read_lists(tree, find_lists(tree))
+
+
+def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
+    if not names:
+        raise UserError(
+            f"{tree.root}: no CSV file in it names images and labels; its first line has to name "
+            f"the columns, such as {shorten(IMAGES)} and {shorten(LABELS)}"
+        )
+    found = LabelledSet([])
+    of_image: dict[Path, tuple[str, ...]] = {}
+    classes: set[str] = set()
+    for name in names:
+        columns: list[str] = []
+        image = ""
+        for row in records(tree, name):
+            if not columns:
+                image = image_column(row)
+                columns = label_columns(row, image)
+            given = str(row.get(image) or "")
+            part = part_of(name) or part_of(given) or "train"
+            path = tree.find_image(given, name, part) if given else None
+            if path is None:
+                found.skipped.leave_out(f"images of {name} that are not there", given)
+                continue
+            try:
+                labels = tuple(sorted(set(labels_in_row(row, columns))))
+            except ValueError:
+                raise UserError(
+                    f"{tree.path(name)}: {given}: its labels are not 0 and 1; correct them"
+                ) from None
+            if of_image.setdefault(path, labels) != labels:
+                raise UserError(
+                    f"{tree.path(name)}: {given} comes twice, with other labels; remove one row, "
+                    "or write them into one, with ; between"
+                )
+            classes.update(labels)
+            found.samples.append(Sample(path, part, labels=labels))
+    found.several = any(len(sample.labels) > 1 for sample in found.samples)
+    if len(classes) > 1 and not found.several:
+        # of several labels one may be none; of one, there is nothing to learn
+        for sample in [each for each in found.samples if not each.labels]:
+            found.skipped.leave_out("images without a label", tree.below(sample.image))
+            found.samples.remove(sample)
+    found.names = sorted(classes)
+    return found

@@ -1,0 +1,142 @@
+"""What a labelled set has: classes, samples, and what of it is left out."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ddpkit.data.masks import VOID
+from ddpkit.errors import UserError, shorten
+
+PARTS = ("train", "val", "test")
+BACKGROUND = "background"
+# Classes of these names are no classes: their pixels are void. In small letters.
+VOID_NAMES = {"void", "ignore", "ignored", "unlabeled", "unlabelled"}
+Size = tuple[int, int]  # height and width
+Color = tuple[int, int, int]
+
+
+class Skipped:
+    """What is left out, by the reason."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, list[str]] = {}
+
+    def leave_out(self, reason: str, name: object) -> None:
+        self.names.setdefault(reason, []).append(str(name))
+
+    def remarks(self, root: Path) -> Iterable[str]:
+        """Yield a line for each reason: how many there are, and the first of them, below `root`."""
+        for reason, names in sorted(self.names.items()):
+            short = sorted(name.removeprefix(f"{root}/") for name in names)
+            yield f"skipped: {len(names)} {reason}: {shorten(short)}"
+
+
+@dataclass
+class Sample:
+    """An image with its labels.
+
+    part: train, val or test. draw: for segmentation, the size of the upright image, or None if
+    Pillow cannot read it -> the mask, class numbers or VOID, uint8 (H, W). labels: for
+    classification, the names of its classes.
+    """
+
+    image: Path
+    part: str
+    draw: Callable[[Size | None], np.ndarray] | None = None
+    labels: tuple[str, ...] = ()
+
+
+@dataclass
+class LabelledSet:
+    """What a format has read.
+
+    names: the classes of masks, by number. colors: of each, or none. several: whether an image may
+    have several labels. notes: lines to say.
+    """
+
+    samples: list[Sample]
+    names: list[str] = field(default_factory=list)
+    colors: list[Color] = field(default_factory=list)
+    skipped: Skipped = field(default_factory=Skipped)
+    several: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+class ObjectClasses:
+    """Class numbers of objects by name: 0 is the background, which no object covers.
+
+    colors: of some of `names`. A class that is named as the background is that; see VOID_NAMES.
+    """
+
+    def __init__(self, names: Iterable[str], colors: dict[str, Color] | None = None):
+        self.names = [BACKGROUND]
+        self.number_of: dict[str, int] = {}
+        self.colors: list[Color] = []
+        for name in names:
+            self.add(name)
+        if colors:
+            of_names = {clean_name(name): color for name, color in colors.items()}
+            found = [of_names.get(name) for name in self.names]
+            found[0] = found[0] or (0, 0, 0)
+            known = [color for color in found if color]
+            if len(set(known)) == len(found):  # all have one, and each another
+                self.colors = known
+
+    def add(self, name: str) -> int:
+        """Return the number of the class `name`, which is new if it has not been seen."""
+        text = clean_name(name)
+        if text not in self.number_of:
+            if text == BACKGROUND:
+                self.number_of[text] = 0
+            elif plain_name(text) in VOID_NAMES:
+                self.number_of[text] = VOID
+            else:
+                self.number_of[text] = len(self.names)
+                self.names.append(text)
+        return self.number_of[text]
+
+    def number(self, name: str, place: object) -> int:
+        """Return the number of a class that there has to be."""
+        found = self.number_of.get(clean_name(name))
+        if found is None:
+            raise UserError(
+                f"{place}: class {name} is not among the classes of the set; add it there, or "
+                "correct the name"
+            )
+        return found
+
+
+def plain_name(name: str) -> str:
+    """Return a name in small letters, without the underscores around it."""
+    return name.strip(" _").lower()
+
+
+def clean_name(name: object) -> str:
+    """Return a name as a line of classes.txt can have it: without = and #, and not empty."""
+    text = re.sub(r"[=#\s]+", " ", str(name)).strip()
+    if plain_name(text) == BACKGROUND:
+        return BACKGROUND
+    return text or "unnamed"
+
+
+def part_of(name: str) -> str:
+    """Return which part a path belongs to, by its last folder or file that names one; or ""."""
+    for piece in reversed(re.split(r"[\\/]", name.lower())):
+        words = re.split(r"[^a-z]+", piece)
+        for part, pattern in (
+            ("test", "test|testing"),
+            ("val", "val|valid|validation"),
+            ("train", "train|training"),
+        ):
+            if any(re.fullmatch(pattern, word) for word in words):
+                return part
+    return ""
+
+
+def unused_classes(names: Sequence[str], used: Iterable[int]) -> list[str]:
+    """Return the classes that are in no mask."""
+    there = set(used)
+    return [name for number, name in enumerate(names) if number not in there]

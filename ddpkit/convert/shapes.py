@@ -1,0 +1,237 @@
+"""Outlines and runs to masks.
+
+A pixel belongs to an outline if its centre lies inside. Of objects that overlap the larger ones are
+drawn first, so that the smaller ones lie over them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddpkit.convert.labels import Size, Skipped
+from ddpkit.errors import UserError
+
+CORNERS = 256  # of a circle
+
+
+@dataclass
+class Area:
+    """Pixels of an image: `inside`, bool (H, W), whose first one is at `top`, `left`."""
+
+    top: int
+    left: int
+    inside: np.ndarray
+
+
+@dataclass
+class Shape:
+    """An object. outlines: each (points, 2), x and y in pixels; or an area.
+
+    label: a class number or VOID. place: for messages. order: those of a higher one lie above.
+    """
+
+    label: int
+    place: str
+    outlines: Sequence[np.ndarray] = ()
+    area: Area | None = None
+    order: float = 0
+
+
+def draw_shapes(shapes: Sequence[Shape], size: Size, skipped: Skipped) -> np.ndarray:
+    """Return the mask of all objects, uint8 (H, W), 0 where there is none."""
+    mask = np.zeros(size, np.uint8)
+    drawn = []
+    for number, shape in enumerate(shapes):
+        area = shape.area or fill_outlines(shape.outlines, size)
+        pixels = int(area.inside.sum())
+        if pixels:
+            drawn.append((shape.order, -pixels, number, area))
+        else:
+            skipped.leave_out("objects that cover no pixel", shape.place)
+    for _, _, number, area in sorted(drawn, key=lambda each: each[:3]):
+        height, width = area.inside.shape
+        part = mask[area.top : area.top + height, area.left : area.left + width]
+        part[area.inside] = shapes[number].label
+    return mask
+
+
+def fill_outlines(outlines: Sequence[np.ndarray], size: Size) -> Area:
+    """Return the pixels that lie in any of the outlines."""
+    areas = [fill_outline(points, size) for points in outlines]
+    if len(areas) == 1:
+        return areas[0]
+    whole = np.zeros(size, bool)
+    for area in areas:
+        height, width = area.inside.shape
+        part = whole[area.top : area.top + height, area.left : area.left + width]
+        part |= area.inside
+    return Area(0, 0, whole)
+
+
+def fill_outline(points: np.ndarray, size: Size) -> Area:
+    """Return the pixels whose centres lie in an outline; where it crosses itself, by even and odd.
+
+    points: float (points, 2), x and y.
+    """
+    # what of it lies in the image
+    left, top = np.floor(points.min(0)).clip(0, size[::-1]).astype(int)
+    right, bottom = np.ceil(points.max(0)).clip(0, size[::-1]).astype(int)
+    ends = np.roll(points, -1, axis=0)
+    # of each edge the rows whose centres it passes
+    low = np.ceil(np.minimum(points[:, 1], ends[:, 1]) - 0.5)
+    high = np.ceil(np.maximum(points[:, 1], ends[:, 1]) - 0.5)
+    first = low.clip(top, bottom).astype(int)
+    counts = high.clip(top, bottom).astype(int) - first
+    edges = np.repeat(np.arange(len(points)), counts)
+    rows = np.arange(len(edges)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+    x, y = points[edges].T
+    end_x, end_y = ends[edges].T
+    # and the column there: from it on, it is inside, or outside again
+    at = x + (rows + 0.5 - y) * ((end_x - x) / (end_y - y))
+    columns = np.ceil(at - 0.5).clip(left, right).astype(int)
+    shape = (int(bottom - top), int(right - left + 1))
+    places = (rows - top) * shape[1] + columns - left
+    passes = np.bincount(places, minlength=shape[0] * shape[1]).reshape(shape) % 2 == 1
+    inside = np.logical_xor.accumulate(passes, axis=1)[:, :-1]
+    return Area(int(top), int(left), inside)
+
+
+def to_points(values: object, place: str) -> np.ndarray:
+    """Return x, y, x, y, ... as float (points, 2); a UserError if they are none."""
+    try:
+        flat = np.array(values, np.float64).reshape(-1)
+        points = flat.reshape(-1, 2)
+    except (ValueError, TypeError):
+        points = np.full((1, 2), np.nan)
+    if not np.isfinite(points).all():
+        raise UserError(
+            f"{place}: its outline is no list of x, y, x, y, ...; repair or remove it"
+        )
+    return points
+
+
+def box_outline(left: float, top: float, right: float, bottom: float) -> np.ndarray:
+    return np.array([[left, top], [right, top], [right, bottom], [left, bottom]])
+
+
+def oval(center: Sequence[float], radius: Sequence[float]) -> np.ndarray:
+    """Return the outline of a circle or an ellipse whose axes are upright."""
+    angles = np.linspace(0, 2 * math.pi, CORNERS, endpoint=False)
+    return np.stack([np.cos(angles), np.sin(angles)], 1) * radius + center
+
+
+def fill_counts(
+    counts: Sequence[int], size: Size, place: str, by_columns: bool = True
+) -> np.ndarray:
+    """Return bool (H, W) of the lengths of runs, in turn outside and inside.
+
+    by_columns: whether they go down the columns, as COCO's do, or along the rows.
+    """
+    lengths = np.array(counts, np.int64)
+    height, width = size
+    if lengths.ndim != 1 or (lengths < 0).any() or lengths.sum() != height * width:
+        raise UserError(
+            f"{place}: its runs (RLE) have {lengths.sum()} pixels, not the {width} x {height} of "
+            "the image; export it anew"
+        )
+    values = np.arange(len(lengths)) % 2 == 1
+    return np.repeat(values, lengths).reshape(size, order="F" if by_columns else "C")
+
+
+def unpack_counts(text: str, place: str) -> list[int]:
+    """Return the lengths of runs in COCO's compressed form.
+
+    Each letter has 5 bits of a number, the lowest first, and a bit that says whether more follow;
+    from the fourth number on it is the difference from the one before the last.
+    """
+    counts: list[int] = []
+    value = 0
+    shift = 0
+    for letter in text:
+        code = ord(letter) - 48
+        if not 0 <= code < 64:
+            raise UserError(
+                f"{place}: {letter!r} is no letter of runs (RLE); export it anew"
+            )
+        value |= (code & 31) << shift
+        shift += 5
+        if code & 32:  # more follow
+            continue
+        if code & 16:  # negative
+            value -= 1 << shift
+        if len(counts) > 2:
+            value += counts[-2]
+        counts.append(value)
+        value = 0
+        shift = 0
+    return counts
+
+
+def fill_pairs(
+    text: str, size: Size, place: str, by_columns: bool = True
+) -> np.ndarray:
+    """Return bool (H, W) of Kaggle's runs: START LENGTH START LENGTH ..., of which 1 is the first.
+
+    They go down the columns, unless `by_columns` is false.
+    """
+    height, width = size
+    inside = np.zeros(height * width, bool)
+    try:
+        numbers = np.array([int(float(word)) for word in text.split()], np.int64)
+        pairs = numbers.reshape(-1, 2)
+    except ValueError:
+        raise UserError(
+            f"{place}: its runs (RLE) are no pairs of START LENGTH; repair or remove the row"
+        ) from None
+    for start, length in pairs:
+        if start < 1 or length < 0 or start - 1 + length > len(inside):
+            raise UserError(
+                f"{place}: the run {start} {length} (RLE) does not fit into the {width} x "
+                f"{height} pixels of the image; is it of another size?"
+            )
+        inside[start - 1 : start - 1 + length] = True
+    return inside.reshape(size, order="F" if by_columns else "C")
+
+
+def drawing(
+    make: Callable[[Size], Sequence[Shape]],
+    skipped: Skipped,
+    place: str,
+    stated: Size | None = None,
+) -> Callable[[Size | None], np.ndarray]:
+    """Return what Sample.draw is for an image with objects.
+
+    make: the size of the image -> its objects. stated: the size that the labels give.
+    """
+
+    def draw(size: Size | None) -> np.ndarray:
+        known = size or stated
+        if known is None:
+            raise UserError(
+                f"{place}: the size of the image is not known; save it as PNG or JPEG"
+            )
+        if stated and stated != known:
+            raise UserError(
+                f"{place}: the labels are of {stated[1]} x {stated[0]} pixels, the image has "
+                f"{known[1]} x {known[0]}; is it turned by EXIF, or another one?"
+            )
+        return draw_shapes(make(known), known, skipped)
+
+    return draw
+
+
+def is_outline(points: np.ndarray, place: str, skipped: Skipped) -> bool:
+    """Return whether these points have an inside; count them if they have none."""
+    if len(points) < 3:
+        skipped.leave_out("outlines of fewer than 3 points", place)
+    return len(points) >= 3
+
+
+def turned(points: np.ndarray, degrees: float) -> np.ndarray:
+    """Return an outline, clockwise by that much about its middle."""
+    angle = math.radians(degrees)
+    middle = points.mean(0)
+    turn = [[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]]
+    return (points - middle) @ np.array(turn) + middle

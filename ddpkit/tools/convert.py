@@ -1,0 +1,70 @@
+"""Convert labels of other programs: python -m ddpkit convert SOURCE OUT
+
+Makes OUT, a folder that --data takes: images (hard links, where the disk has them), masks as PNG or
+class folders, classes.txt, and the parts train, val and test as SOURCE has them. What SOURCE is it
+finds out by itself, and says so; --format decides:
+
+{formats}
+
+Of objects that overlap the larger ones are drawn first. A pixel belongs to an outline if its centre
+lies inside; what no object covers is class 0, background. COCO's crowds, and classes named void,
+ignore, ignored, unlabeled or unlabelled, are void (255). What is left out is counted and named.
+OUT appears once it is whole. If it is there already, nothing is written: remove it to convert anew.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpkit.convert import formats, result
+from ddpkit.convert.labels import LabelledSet
+from ddpkit.convert.tree import Tree
+from ddpkit.errors import UserError, escape, print_line
+from ddpkit.run.flags import Parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    width = max(map(len, formats.FORMATS))
+    listed = [
+        f"  {format.name:{width}}  {format.what}" for format in formats.FORMATS.values()
+    ]
+    text = (__doc__ or "").format(formats="\n".join(listed))
+    parser = Parser(prog="python -m ddpkit convert", description=text)
+    add = parser.add_argument
+    add(
+        "source",
+        metavar="SOURCE",
+        type=Path,
+        help="folder of images and labels, or its file with the labels",
+    )
+    add("out", metavar="OUT", type=Path, help="folder to make")
+    add("--format", metavar="NAME", choices=formats.FORMATS, help="one of those above")
+    given = parser.parse_args(argv)
+    source = given.source
+    out = given.out
+    if out.exists() or out.is_symlink():
+        raise UserError(f"{out}: is there already; remove it, or name another folder")
+    tree = Tree(source)
+    if tree.root.resolve() in out.resolve().parents:
+        raise UserError(f"{out}: lies in {tree.root}; name a folder outside of it")
+    format = formats.FORMATS.get(given.format) or formats.find_label_format(tree)
+    say(f"{source}: {format.name} ({format.what})")
+    found = LabelledSet([])
+    try:
+        found = format.read(tree)
+        lines = result.write_set(found, out)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        # a key that is missing, a text in place of a number
+        raise UserError(
+            f"{source}: not as {format.name} has it ({error!r}); export it anew"
+        ) from error
+    finally:
+        for line in found.skipped.remarks(tree.root):
+            say(line)
+    for line in (*found.notes, *lines):
+        say(line)
+    say(f"next: python -m ddpkit check {out}")
+
+
+def say(line: str) -> None:
+    print_line(escape(line), sys.stdout)

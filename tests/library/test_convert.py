@@ -1,0 +1,696 @@
+"""python -m ddpkit convert: each format as its program writes it, pixel for pixel."""
+
+import base64
+import csv
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from generated import Project
+from PIL import Image
+
+from ddpkit.convert import formats, result, shapes
+from ddpkit.data.masks import read_classes, read_mask
+from ddpkit.errors import UserError
+from ddpkit.tools import convert
+
+HEIGHT = 12
+WIDTH = 16
+VOID = 255
+# A box of columns 2 to 9 and rows 1 to 6, and a smaller one over its corner.
+LARGE = [2, 1, 10, 1, 10, 7, 2, 7]
+SMALL = [8, 5, 12, 5, 12, 9, 8, 9]
+Expected = dict[str, np.ndarray]  # by part and name
+
+
+def two_boxes(large: int = 1, small: int = 2) -> np.ndarray:
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[1:7, 2:10] = large
+    mask[5:9, 8:12] = small
+    return mask
+
+
+def inside(outline: list[int]) -> np.ndarray:
+    """Bool (H, W) of a box as its corners are given."""
+    mask = np.zeros((HEIGHT, WIDTH), bool)
+    mask[outline[1] : outline[5], outline[0] : outline[2]] = True
+    return mask
+
+
+def write(path: Path, text: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text if isinstance(text, str) else json.dumps(text))
+
+
+def save(path: Path, pixels: np.ndarray | None = None, **options: object) -> Path:
+    """Save pixels, or an image of noise that is another one for each path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if pixels is None:
+        noise = np.random.default_rng(sum(str(path).encode()))
+        pixels = noise.integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+    Image.fromarray(pixels).save(path, **options)
+    return path
+
+
+def lengths(mask: np.ndarray, order: str) -> list[int]:
+    """The lengths of runs, the first one of what is outside."""
+    flat = [False, *mask.reshape(-1, order=order).tolist(), None]
+    edges = [n for n in range(1, len(flat)) if flat[n] != flat[n - 1]]
+    return np.diff([0, *[n - 1 for n in edges]]).tolist()
+
+
+def starts(mask: np.ndarray) -> str:
+    """Kaggle's runs down the columns: START LENGTH ..., of which 1 is the first."""
+    runs = lengths(mask, "F")
+    ends = np.cumsum(runs)
+    pairs = zip(ends[0::2] + 1, runs[1::2], strict=False)
+    return " ".join(f"{start} {length}" for start, length in pairs)
+
+
+def packed(counts: list[int]) -> str:
+    """COCO's compressed form."""
+    text = ""
+    for n, count in enumerate(counts):
+        rest = count - counts[n - 2] if n > 2 else count
+        more = True
+        while more:
+            code = rest & 31
+            rest >>= 5
+            more = rest != (-1 if code & 16 else 0)
+            text += chr(48 + code + 32 * more)
+    return text
+
+
+def coco(root: Path) -> Expected:
+    """Outlines in both parts, an outline of two pieces, runs of both kinds, a crowd."""
+    categories = [{"id": 7, "name": "cat"}, {"id": 3, "name": "_background_"}]
+    categories += [{"id": 20, "name": "dog"}]
+    ring = np.zeros((HEIGHT, WIDTH), bool)
+    ring[0:9, 3:14] = True
+    ring[3:6, 6:9] = False
+    size = [HEIGHT, WIDTH]
+    marked = {
+        # smaller, but earlier in the file
+        "a.png": [(20, [SMALL], 0), (7, [LARGE], 0)],
+        "b.png": [
+            (7, {"size": size, "counts": lengths(ring, "F")}, 0),
+            (20, [[0, 10, 2, 10, 2, 12, 0, 12], [14, 10, 16, 10, 16, 12, 14, 12]], 0),
+        ],
+        "c.png": [
+            (7, {"size": size, "counts": packed(lengths(ring, "F"))}, 0),
+            (20, {"size": size, "counts": lengths(inside(SMALL), "F")}, 1),
+            (20, [[1, 1, 2, 2]], 0),
+        ],
+        "gone.png": [],
+    }
+    for part, names in ("train", ["a.png", "b.png"]), ("val", ["c.png", "gone.png"]):
+        content: dict[str, list] = {"categories": categories, "annotations": []}
+        content["images"] = []
+        for name in names:
+            known = {"id": name, "file_name": name, "height": HEIGHT, "width": WIDTH}
+            content["images"].append(known)
+            for category, segmentation, crowd in marked[name]:
+                annotation = {"id": len(content["annotations"]), "image_id": name}
+                annotation |= {"category_id": category, "iscrowd": crowd}
+                content["annotations"].append(
+                    annotation | {"segmentation": segmentation}
+                )
+            if name != "gone.png":
+                save(root / f"{part}2017" / name)
+        write(root / f"annotations/instances_{part}2017.json", content)
+    second = ring.astype(np.uint8)
+    third = second.copy()
+    third[5:9, 8:12] = VOID
+    second[10:12, 0:2] = 2
+    second[10:12, 14:16] = 2
+    return {"train/a": two_boxes(), "train/b": second, "val/c": third}
+
+
+def labelme(root: Path) -> Expected:
+    """An outline, a box, a circle, a mask, a point, and what is to be ignored."""
+    part = np.zeros((4, 4), np.uint8)
+    part[1:3, 1:4] = 1
+    buffer = io.BytesIO()
+    Image.fromarray(part * 255).save(buffer, "PNG")
+    text = base64.b64encode(buffer.getvalue()).decode()
+
+    def shape(label: str, kind: str, *points: list[float], **more: str) -> dict:
+        found = {"label": label, "shape_type": kind, "points": points}
+        return {**found, **more}
+
+    corners = [LARGE[n : n + 2] for n in range(0, 8, 2)]
+    drawn = [
+        shape("dog", "rectangle", [12, 9], [8, 5]),
+        shape("cat", "polygon", *corners),
+        shape("__ignore__", "circle", [14, 2], [15, 2]),
+        shape("dog", "mask", [0, 8], [3, 11], mask=text),
+        shape("nose", "point", [1, 1]),
+    ]
+    save(root / "a.png")
+    save(root / "later.png")
+    write(root / "a.json", {"imagePath": "a.png", "shapes": drawn, "imageData": None})
+    write(root / "labels.txt", "__ignore__\n_background_\ncat\ndog\nnose\n")
+    expected = two_boxes()
+    expected[1:3, 13:15] = VOID
+    expected[9:11, 1:4] = 2
+    return {"train/a": expected}
+
+
+def yolo(root: Path) -> Expected:
+    def line(number: int, outline: list[int]) -> str:
+        scaled = [v / (HEIGHT if n % 2 else WIDTH) for n, v in enumerate(outline)]
+        return f"{number} {' '.join(map(str, scaled))}\n"
+
+    text = "train: ../train/images\nval: ../valid/images\nnames: [cat, dog]\n"
+    write(root / "data.yaml", text)
+    for name in "train/images/a.png", "train/images/none.png", "valid/images/b.png":
+        save(root / name)
+    write(root / "train/labels/a.txt", line(1, SMALL) + line(0, LARGE))
+    write(root / "valid/labels/b.txt", "")
+    write(root / "valid/labels/gone.txt", "")
+    return {"train/a": two_boxes(), "val/b": two_boxes(0, 0)}
+
+
+def cvat_xml(root: Path) -> Expected:
+    """The larger one above the other by its z_order; runs along the rows of a box."""
+    points = ";".join(f"{x},{y}" for x, y in zip(LARGE[::2], LARGE[1::2], strict=True))
+    head = "".join(
+        f"<label><name>{name}</name><color>{color}</color></label>"
+        for name, color in (("cat", "#ff0000"), ("dog", "#00ff00"))
+    )
+    write(
+        root / "annotations.xml",
+        f"""<?xml version="1.0"?><annotations><meta><task><labels>{head}</labels></task></meta>
+        <image name="sub/a.png" width="16" height="12">
+        <polygon label="cat" points="{points}" z_order="1"/>
+        <box label="dog" xtl="8" ytl="5" xbr="12" ybr="9" z_order="0"/>
+        <mask label="dog" rle="1, 2, 2, 1" left="0" top="9" width="2" height="3" z_order="0"/>
+        <polyline label="dog" points="0,0;1,1"/></image></annotations>""",
+    )
+    save(root / "images/sub/a.png")
+    expected = two_boxes()
+    expected[1:7, 2:10] = 1
+    expected[9:12, 0:2] = [[0, 2], [2, 0], [0, 2]]
+    return {"train/a": expected}
+
+
+def label_studio(root: Path) -> Expected:
+    """An outline in %, and a brush in a PNG."""
+    points = [
+        [100 * x / WIDTH, 100 * y / HEIGHT]
+        for x, y in zip(LARGE[::2], LARGE[1::2], strict=True)
+    ]
+    result = {"type": "polygonlabels", "value": {"points": points}}
+    result["value"]["polygonlabels"] = ["cat"]
+    done = {"id": 5, "result": [result, {"type": "brushlabels", "value": {}}]}
+    task = {"id": 3, "data": {"image": "/data/upload/1/0123abcd-a.png"}}
+    write(root / "project.json", [task | {"annotations": [done]}])
+    brush = inside(SMALL).astype(np.uint8) * 255
+    save(root / "task-3-annotation-5-by-1-tag-dog-0.png", brush)
+    save(root / "images/a.png")
+    return {"train/a": two_boxes()}
+
+
+def palette_mask(path: Path, mask: np.ndarray) -> None:
+    image = Image.fromarray(mask)
+    image.putpalette([n * step % 256 for n in range(256) for step in (128, 64, 32)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+
+
+def voc(root: Path) -> Expected:
+    base = root / "VOCdevkit/VOC2012"
+    for part, names in ("train", "ab"), ("val", "c"), ("trainval", "abc"):
+        lines = "\n".join(names)
+        write(base / f"ImageSets/Segmentation/{part}.txt", lines)
+    mask = two_boxes(15, VOID)
+    for name in "abcd":
+        save(base / f"JPEGImages/{name}.jpg")
+        if name in "ac":
+            palette_mask(base / f"SegmentationClass/{name}.png", mask)
+    return {"train/a": mask, "val/c": mask}
+
+
+COLORS = np.array([[0, 0, 0], [250, 50, 83], [51, 221, 255]], np.uint8)
+
+
+def cvat_mask(root: Path) -> Expected:
+    head = "# label:color_rgb:parts:actions\n"
+    lines = "background:0,0,0::\ncat:250,50,83::\ndog:51,221,255::\n"
+    write(root / "labelmap.txt", head + lines)
+    write(root / "ImageSets/Segmentation/default.txt", "a\n")
+    save(root / "JPEGImages/a.png")
+    save(root / "SegmentationClass/a.png", COLORS[two_boxes()])
+    return {"train/a": two_boxes()}
+
+
+def cityscapes(root: Path) -> Expected:
+    expected = {}
+    for part, ids in ("train", [3, 7, 33]), ("val", [0, 8, 11]), ("test", [1, 2, 3]):
+        stem = f"{part}/ulm/ulm_000_001"
+        save(root / f"leftImg8bit/{stem}_leftImg8bit.png")
+        values = np.array(ids, np.uint8)[two_boxes()]
+        save(root / f"gtFine/{stem}_gtFine_labelIds.png", values)
+        classes = {7: 0, 8: 1, 11: 2, 33: 18}
+        numbers = np.array([classes.get(n, VOID) for n in ids], np.uint8)
+        expected[f"{part}/ulm_000_001_leftImg8bit"] = numbers[two_boxes()]
+    del expected["test/ulm_000_001_leftImg8bit"]  # void alone
+    return expected
+
+
+def camvid(root: Path) -> Expected:
+    for part in "train", "val", "test":
+        save(root / part / "a.png")
+        save(root / f"{part}annot/a.png", two_boxes(10, 11))
+    expected = two_boxes(10, VOID)
+    return {f"{part}/a": expected for part in ("train", "val", "test")}
+
+
+def camvid_codes(root: Path) -> Expected:
+    write(root / "codes.txt", "Sky\nVoid\nRoad\n")
+    write(root / "valid.txt", "b.png\n")
+    for name in "ab":
+        save(root / f"images/{name}.png")
+        save(root / f"labels/{name}_P.png", two_boxes())
+    numbers = np.array([0, VOID, 1], np.uint8)
+    return {"train/a": numbers[two_boxes()], "val/b": numbers[two_boxes()]}
+
+
+def roboflow_mask(root: Path) -> Expected:
+    for part in "train", "valid":
+        write(root / part / "_classes.csv", "Pixel Value, Class\n0, background\n1, cat")
+        save(root / part / "a_jpg.rf.1.jpg")
+        save(root / part / "a_jpg.rf.1_mask.png", two_boxes(1, 0))
+    return {f"{part}/a_jpg.rf.1": two_boxes(1, 0) for part in ("train", "val")}
+
+
+def rle_csv(root: Path) -> Expected:
+    rows = [["ImageId", "ClassId", "EncodedPixels"]]
+    rows += [["a", "10", starts(inside(SMALL))], ["a", "2", starts(inside(LARGE))]]
+    rows += [["b", "", ""], ["gone", "2", "1 1"]]
+    text = "\n".join(",".join(row) for row in rows)
+    write(root / "train.csv", text)
+    write(root / "sample_submission.csv", text.replace("a,", "x,"))
+    save(root / "train_images/a.png")
+    save(root / "train_images/b.png")
+    return {"train/a": two_boxes(), "train/b": two_boxes(0, 0)}
+
+
+def class_masks(root: Path) -> Expected:
+    for name, outline, white in ("cat", LARGE, 255), ("dog", SMALL, 1):
+        values = inside(outline).astype(np.uint8) * white
+        save(root / f"train/masks/{name}/a.png", values)
+    save(root / "train/images/a.jpg")
+    return {"train/a": two_boxes()}
+
+
+def jpeg_masks(root: Path) -> Expected:
+    save(root / "images/a.png")
+    values = inside(LARGE).astype(np.uint8) * 255
+    save(root / "masks/a.jpg", values, quality=90)
+    return {"train/a": two_boxes(1, 1) * inside(LARGE)}
+
+
+def mat(root: Path) -> Expected:
+    """As CrackForest has them: a structure, of which one field is the mask."""
+    from scipy.io import savemat
+
+    save(root / "image/a.jpg")
+    save(root / "image/none.jpg")
+    fields = {"Boundaries": inside(SMALL), "Segmentation": two_boxes(2, 3) + 1}
+    (root / "groundTruth").mkdir()
+    savemat(root / "groundTruth/a.mat", {"groundTruth": fields})
+    write(root / "classes.txt", "ground = 1\ncrack = 3\nvoid = 4\n")
+    return {"train/a": two_boxes(1, VOID)}
+
+
+def npy(root: Path) -> Expected:
+    save(root / "JPEGImages/a.jpg")
+    (root / "SegmentationClassNpy").mkdir()
+    values = two_boxes().astype(np.int32)
+    values[0] = -1
+    np.save(root / "SegmentationClassNpy/a.npy", values)
+    expected = two_boxes()
+    expected[0] = VOID
+    return {"train/a": expected}
+
+
+# by format: how it is made, the classes, and words of the lines about what is left out
+SETS: dict[str, tuple[Callable[[Path], Expected], str, list[str]]] = {
+    "coco": (
+        coco,
+        "background cat dog",
+        ["not there: gone.png", "fewer than 3 points"],
+    ),
+    "labelme": (
+        labelme,
+        "background cat dog nose",
+        ["images without labels: later.png", "a point of nose", "no mask has: nose"],
+    ),
+    "yolo": (
+        yolo,
+        "background cat dog",
+        ["label file: train/images/none.png", "an image: valid/labels/gone.txt"],
+    ),
+    "cvat-xml": (cvat_xml, "background cat dog", ["a polyline of dog"]),
+    "label-studio": (label_studio, "background cat dog", []),
+    "voc": (voc, "", ["without a mask: b", "no mask has: aeroplane"]),
+    "cvat-mask": (cvat_mask, "background cat dog", []),
+    "cityscapes": (cityscapes, "", ["void everywhere: leftImg8bit/test/ulm/ulm_000"]),
+    "camvid": (camvid, "", ["no mask has: Building"]),
+    "camvid-codes": (camvid_codes, "Sky Road", []),
+    "roboflow-mask": (roboflow_mask, "background cat", []),
+    "rle-csv": (rle_csv, "background 2 10", ["that are not there: gone"]),
+    "class-masks": (class_masks, "background cat dog", []),
+    "jpeg-masks": (jpeg_masks, "background foreground", []),
+    "arrays": (mat, "ground crack", ["images without a mask: image/none.jpg"]),
+    "arrays-npy": (npy, "", ["the classes are the values 0, 1, 2"]),
+}
+
+
+def masks_in(folder: Path) -> Expected:
+    """The masks as training reads them, by part and name."""
+    labels = read_classes(folder / "classes.txt")
+    found = {}
+    for path in folder.glob("*/masks/**/*.png"):
+        part = path.relative_to(folder).parts[0]
+        found[f"{part}/{path.stem}"] = read_mask(str(path), labels)
+        image = Image.open(path)
+        assert image.mode == "P"
+        # the numbers are the classes, whatever the colours say
+        assert (np.array(image) == found[f"{part}/{path.stem}"]).all()
+    return found
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_masks(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    make, classes, words = SETS[name]
+    source = tmp_path / "set"
+    source.mkdir()
+    expected = make(source)
+    before = contents(source)
+    out = tmp_path / "out"
+    convert.main([str(source), str(out)])
+    said = capsys.readouterr().out
+    format = name.removesuffix("-codes").removesuffix("-npy")
+    assert said.startswith(f"{source}: {format} (")
+    for each in words:
+        assert each in said
+    found = masks_in(out)
+    assert found.keys() == expected.keys()
+    for key, mask in expected.items():
+        assert (found[key] == mask).all(), (key, found[key])
+    if classes:
+        assert list(read_classes(out / "classes.txt")) == classes.split()
+    images = sorted(path for path in out.glob("*/images/**/*") if path.is_file())
+    assert len(images) == len(expected)
+    # hard links: nothing is copied on one disk
+    assert all(os.stat(path).st_nlink > 1 for path in images)
+    assert contents(source) == before
+    convert.main([str(source), str(tmp_path / "again"), "--format", format])
+    assert contents(tmp_path / "again") == contents(out)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_colours_of_the_source(tmp_path: Path) -> None:
+    for make, lines in (
+        (cvat_xml, "background = 0 0 0\ncat = 255 0 0\ndog = 0 255 0\n"),
+        (cvat_mask, "background = 0 0 0\ncat = 250 50 83\ndog = 51 221 255\n"),
+    ):
+        source = tmp_path / make.__name__
+        make(source)
+        out = tmp_path / f"{make.__name__} out"
+        convert.main([str(source), str(out)])
+        assert (out / "classes.txt").read_text() == f"{lines}void = 255 255 255\n"
+
+
+def test_runs_along_the_rows(tmp_path: Path) -> None:
+    """What nothing in the file shows is to be named."""
+    source = tmp_path / "set"
+    save(source / "images/a.png")
+    first = inside(LARGE).reshape(-1).nonzero()[0].tolist()
+    pairs = " ".join(f"{n + 1} 1" for n in first)
+    write(source / "train.csv", f"id,annotation\na,{pairs}\n")
+    convert.main([str(source), str(tmp_path / "out"), "--format", "rle-csv-rows"])
+    found = masks_in(tmp_path / "out")
+    assert (found["train/a"] == inside(LARGE)).all()
+
+
+def test_an_outline_by_its_pixels_centres() -> None:
+    """Compared with the definition, of random outlines that also cross themselves."""
+    noise = np.random.default_rng(0)
+    rows, columns = np.mgrid[:20, :30] + 0.5
+    for _ in range(50):
+        points = noise.uniform(-5, 35, (noise.integers(3, 9), 2))
+        inside = np.zeros((20, 30), bool)
+        for (x, y), (end_x, end_y) in zip(points, np.roll(points, -1, 0), strict=True):
+            passed = (y > rows) != (end_y > rows)
+            inside ^= passed & (columns > x + (rows - y) * (end_x - x) / (end_y - y))
+        area = shapes.fill_outline(points, (20, 30))
+        found = np.zeros((20, 30), bool)
+        height, width = area.inside.shape
+        found[area.top : area.top + height, area.left : area.left + width] = area.inside
+        assert (found == inside).all()
+
+
+def folders_of(out: Path) -> dict[str, list[str]]:
+    """The class folders of each part, with the names of their images."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(out.glob("*/*/*")):
+        key = "/".join(path.relative_to(out).parts[:2])
+        found.setdefault(key, []).append(path.name)
+    return found
+
+
+def test_labels_of_images(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Kaggle's ids without ending, in comma or semicolon; Hugging Face's metadata; GIF as PNG."""
+    kaggle = tmp_path / "kaggle"
+    for name in "ab":
+        save(kaggle / f"train/{name}.jpg")
+    save(kaggle / "train/c.gif")
+    save(kaggle / "test/a.jpg")
+    write(kaggle / "labels.csv", "id;breed\na;pug\nb;collie\nc;pug\ngone;pug\n")
+    write(kaggle / "sample_submission.csv", "id,pug\na,0.5\n")
+    convert.main([str(kaggle), str(tmp_path / "k")])
+    said = capsys.readouterr().out
+    assert "skipped: 1 images of labels.csv that are not there: gone" in said
+    expected = {"train/collie": ["b.jpg"], "train/pug": ["a.jpg", "c.png"]}
+    assert folders_of(tmp_path / "k") == expected
+    hub = tmp_path / "hub"
+    for part, label in ("train", 0), ("train", 1), ("validation", 0):
+        save(hub / part / f"{label}.png")
+    write(hub / "train/metadata.csv", "file_name,label\n0.png,no\n1.png,yes\n")
+    write(hub / "validation/metadata.jsonl", {"file_name": "0.png", "label": "no"})
+    convert.main([str(hub), str(tmp_path / "h")])
+    expected = {"train/no": ["0.png"], "train/yes": ["1.png"], "val/no": ["0.png"]}
+    assert folders_of(tmp_path / "h") == expected
+
+
+def test_several_labels(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    for part in "train", "valid":
+        for name in "abc":
+            save(source / part / f"{name}.jpg")
+        rows = "filename, cat, dog\na.jpg, 1, 1\nb.jpg, 0, 1\nc.jpg, 0, 0\n"
+        write(source / part / "_classes.csv", rows)
+    out = tmp_path / "out"
+    convert.main([str(source), str(out)])
+    for part in "train", "val":
+        with open(out / f"{part}.csv", newline="") as file:
+            rows = list(csv.reader(file))
+        assert rows[0] == ["file", "label"]
+        found = {Path(path).stem: label for path, label in rows[1:]}
+        assert found == {"a": "cat;dog", "b": "dog", "c": ";"}
+        assert all((out / path).is_file() for path, _ in rows[1:])
+
+
+def broken(root: Path, kind: str) -> None:
+    """Make a set, and spoil it."""
+    if kind == "unknown":
+        return save(root / "a.png") and None
+    if kind == "as training":
+        save(root / "train/images/a.png")
+        return save(root / "train/masks/a.png", two_boxes()) and None
+    if kind == "two formats":
+        labelme(root)
+    coco(root)
+    path = root / "annotations/instances_train2017.json"
+    content = json.loads(path.read_text())
+    first = content["annotations"][0]
+    if kind == "json":
+        return write(path, path.read_text()[:99])
+    if kind == "category":
+        first["category_id"] = 8
+    if kind == "runs":
+        first["segmentation"] = {"size": [HEIGHT, WIDTH], "counts": [1, 2]}
+    if kind == "no key":
+        del content["categories"][0]["id"]
+    if kind == "no list":
+        first["segmentation"] = 5
+    if kind == "size":
+        content["images"][0]["width"] = 9
+    if kind == "points":
+        first["segmentation"] = [[1, 2, "x", 4, 5, 6]]
+    if kind == "boxes":
+        content["annotations"] = [{**first, "segmentation": []}]
+        (root / "annotations/instances_val2017.json").unlink()
+    if kind == "no images":
+        shutil.rmtree(root / "train2017")
+        shutil.rmtree(root / "val2017")
+    return write(path, content)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("unknown", ["no format that is known (1 .png)", *formats.FORMATS]),
+        ("as training", ["is as training takes it", "check"]),
+        ("two formats", ["coco and labelme", "--format coco"]),
+        ("json", ["instances_train2017.json: no JSON", "repair"]),
+        ("category", ["annotation 0: category 8", "add it there"]),
+        ("runs", ["annotation 0: its runs (RLE) have 3 pixels, not the 16 x 12"]),
+        ("no key", ["set: not as coco has it (KeyError('id'))"]),
+        ("no list", ["set: not as coco has it (TypeError"]),
+        ("size", ["a.png: the labels are of 9 x 12 pixels, the image has 16 x 12"]),
+        ("points", ["annotation 0: its outline is no list"]),
+        ("boxes", ["no object has an outline", "boxes"]),
+        ("no images", ["no image with labels"]),
+    ],
+)
+def test_what_is_broken(kind: str, words: list[str], tmp_path: Path) -> None:
+    """One line, and nothing is left."""
+    source = tmp_path / "set"
+    source.mkdir()
+    broken(source, kind)
+    with pytest.raises(UserError) as caught:
+        convert.main([str(source), str(tmp_path / "out")])
+    for word in words:
+        assert word in caught.value.line
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "words"),
+    [
+        (
+            "train/labels/a.txt",
+            "5 0 0 1 0 1 1",
+            "line 1: class 5 is not among the names",
+        ),
+        ("train/labels/a.txt", "0 0 0 1 zero 1 1", "line 1: expected CLASS X Y"),
+        (
+            "train.csv",
+            "id,rle\na,190 9",
+            "the run 190 9 (RLE) does not fit into the 16",
+        ),
+        ("train.csv", "id,rle\na,1 2 3", "row 2: its runs (RLE) are no pairs"),
+        ("annotations.xml", "<annotations><image>", "annotations.xml: no XML"),
+        ("labelmap.txt", "cat 1 2 3", "line 1: expected NAME:R,G,B::"),
+    ],
+)
+def test_a_broken_line(name: str, lines: str, words: str, tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    make = {"l": cvat_mask, "a": cvat_xml}.get(name[0], yolo)
+    make(source)
+    if name == "train.csv":
+        shutil.rmtree(source)
+        save(source / "a.png")
+    write(source / name, lines)
+    with pytest.raises(UserError) as caught:
+        convert.main([str(source), str(tmp_path / "out")])
+    assert words in caught.value.line
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never over what is there, nor into the source; copies where there are no links."""
+    source = tmp_path / "set"
+    coco(source)
+    kept = tmp_path / "kept"
+    # a file with labels is a source, too, as far as it goes
+    named = source / "annotations/instances_train2017.json"
+    convert.main([str(named), str(tmp_path / "one")])
+    assert masks_in(tmp_path / "one").keys() == {"train/a", "train/b"}
+    write(kept / "mine.txt", "mine")
+    for out in kept, source / "out":
+        with pytest.raises(UserError):
+            convert.main([str(source), str(out)])
+    assert contents(kept) == {"mine.txt": b"mine"}
+
+    def fail(*_: object) -> None:
+        raise OSError("another disk")
+
+    monkeypatch.setattr(os, "link", fail)
+    convert.main([str(source), str(tmp_path / "out")])
+    copies = list((tmp_path / "out").glob("*/images/*"))
+    assert len(copies) == 3
+    assert all(os.stat(path).st_nlink == 1 for path in copies)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(result, "put_image", stop)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        convert.main([str(source), str(tmp_path / "stopped")])
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_images_of_one_name(tmp_path: Path) -> None:
+    """They get the names of their folders, too: none is lost."""
+    source = tmp_path / "set"
+    for folder in "left", "right":
+        save(source / folder / "a.png")
+        shape = {"label": folder, "points": [[0, 0], [16, 0], [16, 6], [0, 6]]}
+        content = {"imagePath": "a.png", "shapes": [shape]}
+        write(source / folder / "a.json", content)
+    convert.main([str(source), str(tmp_path / "out")])
+    found = {str(path.relative_to(tmp_path / "out")) for path in
+             (tmp_path / "out").rglob("*.png")}  # fmt: skip
+    assert found == {
+        f"train/{kind}/{folder}/a.png"
+        for kind in ("images", "masks")
+        for folder in ("left", "right")
+    }
+
+
+def test_an_image_that_exif_turns(tmp_path: Path) -> None:
+    """Labels are of what programs show; a mask of the size before is refused."""
+    exif = Image.Exif()
+    exif[0x112] = 6  # a quarter turn
+    source = tmp_path / "set"
+    save(source / "images/a.jpg", exif=exif)
+    for name, shape in ("cat", (WIDTH, HEIGHT)), ("dog", (HEIGHT, WIDTH)):
+        assert not (tmp_path / "out").exists()
+        mask = np.full(shape, 255, np.uint8)
+        save(source / f"masks/{name}/a.png", mask)
+        if name == "cat":
+            convert.main([str(source), str(tmp_path / "upright")])
+    assert (masks_in(tmp_path / "upright")["train/a"] == np.ones((WIDTH, HEIGHT))).all()
+    with pytest.raises(UserError, match=r"dog/a.png: the mask has 16 x 12 .* EXIF"):
+        convert.main([str(source), str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_the_command(project: Project, tmp_path: Path) -> None:
+    """From COCO's files to what training takes, by the commands that a person types."""
+    source = tmp_path / "set"
+    coco(source)
+    out = tmp_path / "out"
+    words = (source, out)
+    done = project.run(*words, script="ddpkit convert", on=1).ok()
+    assert "2 in train, 1 in val; 3 classes" in done.out
+    checked = project.run(out, "--workers", 0, script="ddpkit check", on=1).ok()
+    assert "0 errors, 0 warnings" in checked.out
+    project.run(*words, script="ddpkit convert", on=1).refused("convert.main", out)
+    listed = project.run("--help", script="ddpkit convert", on=1).ok().out
+    assert all(name in listed for name in formats.FORMATS)
