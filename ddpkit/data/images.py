@@ -70,7 +70,8 @@ class LazyImage(Image.Image):
     decode: n -> the pixels at 1 / n of height and width, rounded up. shrinks: the n that `decode`
     takes besides 1, in descending order. grid: those of the image that a mask belongs to: its parts
     begin and end where the image's do. is_turned: whether EXIF has turned it, which its height and
-    width do not show.
+    width do not show. stored, translate: a mask's pixels as its file has them, and what makes
+    class numbers of a part of them, so that only what is read has to be looked up.
 
         def val_transform(image: ddpkit.LazyImage) -> Tensor:
             return image.read((0, 0, image.height, image.width), (224, 224))
@@ -92,6 +93,8 @@ class LazyImage(Image.Image):
         self.grid: Sequence[int] = ()
         self.is_mask = mode == "P"
         self.is_turned = False
+        self.stored: np.ndarray | None = None
+        self.translate: Callable[[np.ndarray], np.ndarray] | None = None
         self.is_loaded = False  # into memory of PIL, where its methods may change it
 
     @classmethod
@@ -171,13 +174,16 @@ class LazyImage(Image.Image):
         """
         box = box or (0, 0, self.height, self.width)
         shrink, (top, left, bottom, right) = self._edges(box, size)
+        if self.is_mask:
+            found = self._read_mask((top, left, bottom, right), size, fill)
+            return torch.from_numpy(found)
         # what of it the image has
         rows = slice(max(top, 0), max(bottom, 0))
         columns = slice(max(left, 0), max(right, 0))
         # A copy, because augmentation may change it. Its channels are first only by its
         # strides: in memory they stay last, which is faster from here on.
         part = torch.from_numpy(self._decoded(shrink)[rows, columns][None].copy())
-        pixels = part[None] if self.is_mask else part.permute(0, 3, 1, 2)
+        pixels = part.permute(0, 3, 1, 2)
         missing_rows = bottom - top - pixels.shape[2]
         missing_columns = right - left - pixels.shape[3]
         if missing_rows or missing_columns:
@@ -187,9 +193,33 @@ class LazyImage(Image.Image):
             edges = [x, missing_columns - x, y, missing_rows - y]
             pixels = pad(pixels, edges, value=fill)
         if size and pixels.shape[2:] != size:
-            mode = "nearest-exact" if self.is_mask else "bilinear"
-            pixels = interpolate(pixels, size, mode=mode, antialias=not self.is_mask)
-        return pixels[0, 0] if self.is_mask else pixels[0]
+            pixels = interpolate(pixels, size, mode="bilinear", antialias=True)
+        return pixels[0]
+
+    def _read_mask(
+        self, edges: Box, size: tuple[int, int] | None, fill: int
+    ) -> np.ndarray:
+        """Return what lies between top, left, bottom and right edges, resized to `size`."""
+        top, left, bottom, right = edges
+        size = size or (bottom - top, right - left)
+        stored = self.stored
+        if stored is None or self.is_loaded:
+            stored = self._decoded(1)
+        y, rows = _nearest(top, bottom, size[0], self.height)
+        x, columns = _nearest(left, right, size[1], self.width)
+        if isinstance(columns, slice):
+            part = stored[rows, columns].copy()
+        else:  # a row at a time: at once takes six times as long
+            part = stored[rows].take(columns, axis=1)
+        if self.translate and not self.is_loaded and part.size:
+            part = self.translate(part)
+        height, width = part.shape[:2]
+        if (height, width) == size:
+            return part
+        found = np.full(size, fill, np.uint8)
+        if part.size:
+            found[y : y + height, x : x + width] = part
+        return found
 
     def _decoded(self, shrink: int) -> np.ndarray:
         if self.is_loaded:  # PIL may have changed it
@@ -208,6 +238,21 @@ class LazyImage(Image.Image):
         edges = [top, left, top + height, left + width]
         top, left, bottom, right = [round(n / cell) * (cell // shrink) for n in edges]
         return shrink, (top, left, bottom, right)
+
+
+def _nearest(
+    first: int, end: int, count: int, length: int
+) -> tuple[int, slice | np.ndarray]:
+    """Return which rows, or columns, nearest-exact of torch takes if it resizes those from `first`
+    to `end` to `count`; of them, how many lie before the first of the `length` that there are.
+    """
+    if count == end - first:
+        return max(-first, 0), slice(max(first, 0), max(end, 0))
+    numbers = torch.arange(first, end, dtype=torch.float32)
+    taken = interpolate(numbers[None, None], count, mode="nearest-exact")
+    places = taken.flatten().int().numpy()
+    is_inside = (places >= 0) & (places < length)
+    return np.count_nonzero(places < 0), places[is_inside]
 
 
 def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:

@@ -147,42 +147,63 @@ def test_masks(
 
 
 @pytest.mark.parametrize(
-    ("classes", "row", "how", "words"),
+    ("code", "classes", "row", "how", "words"),
     [
-        (NAMES, [0.5], {"dtype": "float32", "name": "x.tif"}, ["value 0.5"]),
         (
+            "translate",
+            NAMES,
+            [0.5],
+            {"dtype": "float32", "name": "x.tif"},
+            ["value 0.5"],
+        ),
+        (
+            "translate",
             COLORED,
             [[1, 2, 3], [0, 0, 4]],
             {},
             ["colour 0 0 4 in 1 pixels", "void = 0 0 4"],
         ),
-        (COLORED, CLEAR, {}, ["transparent"]),
-        (COLORED, ROW, {"transparency": (1, 2, 3)}, ["transparent"]),
-        (["a = 0 0 0", "b = 9 9 9"], [0, 1], {}, ["colour 1 1 1 in 1 pixels"]),
+        ("lazy_mask", COLORED, CLEAR, {}, ["transparent"]),
+        ("lazy_mask", COLORED, ROW, {"transparency": (1, 2, 3)}, ["transparent"]),
         (
+            "translate",
+            ["a = 0 0 0", "b = 9 9 9"],
+            [0, 1],
+            {},
+            ["colour 1 1 1 in 1 pixels"],
+        ),
+        (
+            "lazy_mask",
             ["a = 0 0 0", "b = 9 9 9"],
             [0, 9],
             {"dtype": "uint16"},
             ["mode I;16", "8 bits"],
         ),
-        (NAMES, list(range(99)), {}, ["95 more values", "smoothed edges"]),
-        (NAMES, [0, 1], {"name": "x.tif", "compression": "jpeg"}, ["JPEG"]),
+        ("translate", NAMES, list(range(99)), {}, ["95 more values", "smoothed edges"]),
+        (
+            "lazy_mask",
+            NAMES,
+            [0, 1],
+            {"name": "x.tif", "compression": "jpeg"},
+            ["JPEG"],
+        ),
     ],
 )
 def test_faults_of_masks(
     tmp_path: Path,
+    code: str,
     classes: list,
     row: list,
     how: dict,
     words: list,
 ) -> None:
-    with refusal("masks.read_mask", tmp_path, words):
+    with refusal(f"masks.{code}", tmp_path, words):
         read(tmp_path, classes, row, **how)
 
 
 def test_numbers_that_no_line_can_have(tmp_path: Path) -> None:
     with refusal(
-        "masks.read_mask", "value 0.5 in 1 pixels is no class; correct the mask"
+        "masks.translate", "value 0.5 in 1 pixels is no class; correct the mask"
     ) as caught:
         read(tmp_path, NAMES, [0.5], "x.tif", "float32")
     assert "NAME" not in str(caught.value)
