@@ -44,8 +44,11 @@ START_OF_SCAN = b"\xda"  # a marker in JPEGs
 FORMATS = ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF", "PPM", "JPEG2000"]
 if importlib.util.find_spec("PIL.AvifImagePlugin"):  # not in older versions
     FORMATS.append("AVIF")
+# What phones write begins with a length, ftyp, and one of these; mif1 may be AVIF, too.
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 # at the end, by some cameras
 PADDING = re.compile(r"\b\d\d? extraneous bytes before marker 0xd9")
+ALPHA = ("LA", "RGBA")  # modes of Pillow whose last channel is alpha
 LFS = b"version https://git-lfs"
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 GREYS = bytes(np.arange(256, dtype=np.uint8).repeat(3))  # a palette, R G B, ...
@@ -252,7 +255,7 @@ def _nearest(
     taken = interpolate(numbers[None, None], count, mode="nearest-exact")
     places = taken.flatten().int().numpy()
     is_inside = (places >= 0) & (places < length)
-    return np.count_nonzero(places < 0), places[is_inside]
+    return int(np.count_nonzero(places < 0)), places[is_inside]
 
 
 def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
@@ -392,7 +395,7 @@ def is_deep(file: ImageFile.ImageFile) -> bool:
 
 def read_values(path: str, data: bytes, format: Format) -> np.ndarray:
     """Return the values of a file, of their own type: (H, W, channels)."""
-    if path.lower().endswith(".npy"):
+    if is_array(path):
         values = _read_npy(path, data, format)
     elif data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):  # TIFF, and BigTIFF
         values = _read_tiff(path, data, format)
@@ -404,6 +407,8 @@ def read_values(path: str, data: bytes, format: Format) -> np.ndarray:
                     raise ValueError(
                         "a PNG of 16 bits that is not grey; save it as TIFF"
                     )
+            elif len(file.getbands()) == format.channels and file.mode in ALPHA:
+                mode = file.mode
             else:
                 mode = "L" if file.mode in ("1", "L", "LA") else "RGB"
             values = np.asarray(_upright(file, data).convert(mode))
@@ -521,6 +526,40 @@ def visible(image: Tensor) -> Tensor:
     return stretched.clamp(0, 255).byte().expand(3, -1, -1)
 
 
+def read_array(path: str, format: Format = DEFAULT_FORMAT) -> np.ndarray:
+    """Return the numbers in a .npy file, (height, width); for masks."""
+    with _reading(path, is_mask=True):
+        values = _read_npy(path, files.read_file(path), format)
+        if values.shape[2:] == (1,):
+            values = values[..., 0]
+        if values.ndim != 2 or values.dtype.kind not in "biuf" or not values.size:
+            raise UserError(
+                f"{path}: {values.dtype} values of shape {values.shape}; save a mask as "
+                "integers of shape (height, width)"
+            )
+        is_small = values.dtype.kind in "iu" and 0 <= values.min() <= values.max() < 256
+        return values.astype(np.uint8) if is_small else values
+
+
+def is_array(path: str) -> bool:
+    return path.lower().endswith(".npy")
+
+
+def _read_heif_too(path: str, data: bytes) -> None:
+    """Have Pillow open what phones write, if it is that: a package of its own does it."""
+    is_heif = data[4:8] == b"ftyp" and data[8:12] in HEIF_BRANDS
+    if not is_heif or b"avif" in data[:64] or "HEIF" in FORMATS:
+        return
+    try:
+        import pillow_heif
+    except ImportError:
+        raise UserError(
+            f"{path}: HEIC needs a package: python -m pip install pillow-heif"
+        ) from None
+    pillow_heif.register_heif_opener()
+    FORMATS.append("HEIF")
+
+
 def _open_bytes(data: bytes) -> ImageFile.ImageFile:
     return Image.open(io.BytesIO(data), formats=FORMATS)
 
@@ -534,6 +573,7 @@ def _opened(
         raise UserError(
             f"{path}: a pointer of Git LFS, not the image; run: git lfs pull"
         )
+    _read_heif_too(path, data)
     or_channels = "" if is_mask else f', or write the number of "channels" into {NAME}'
     with _open_bytes(data) as image:
         format.check_size(path, image.size)
@@ -576,7 +616,7 @@ def _reading(path: str, is_mask: bool = False) -> Iterator[None]:
         if isinstance(error, UnidentifiedImageError):
             reason = "not an image of a type that is read"
             if is_mask:
-                remedy = "masks are PNG, or BMP, TIFF or WebP without loss"
+                remedy = "masks are PNG, .npy, or without loss BMP, WebP or TIFF of 8 to 32 bits"
             elif path.lower().endswith((".npy", ".tif", ".tiff")):
                 remedy = f'if it is whole, it needs the number of "channels" in {NAME}'
         elif isinstance(error, MemoryError) or number in EXHAUSTED:

@@ -25,7 +25,8 @@ VOID = 255  # the class number of pixels without a label
 # by what a mask shows: what it means, and in which file
 Meant = dict[str, tuple[str, str]]
 BLACK_WHITE = "black and white"
-OF_8_BITS = ("1", "L", "LA", "RGBA")  # modes of Pillow, but for palettes
+OF_8_BITS = ("1", "L")  # modes of Pillow, but for colours and palettes
+LOSSY = ("JPEG", "MPO", "AVIF", "HEIF")  # formats of Pillow
 MOST_HASHED = 512  # of known keys: of many more, two would share each hash
 FACTOR = 0x9E3779B1  # by which integers are spread, 2^32 over the golden ratio
 MANY = 8  # values that no line of classes.txt has, as smoothed edges have
@@ -135,51 +136,67 @@ def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> Laz
     Raises a UserError if the file is no mask. That a value is no class is found, too, where it is
     read: in a crop it may lie outside.
     """
-    image = images.read_stored(path, format)
-    # a file of its own, or in a TIFF
-    if image.format in ("JPEG", "MPO") or image.info.get("compression") == "jpeg":
-        raise UserError(
-            f"{path}: JPEG has changed the values of this mask; save masks as PNG"
-        )
-    is_palette = image.mode == "P"
-    is_colored = labels.kind == 3 and is_palette
-    if image.mode == "RGB" and "transparency" in image.info:
+    if images.is_array(path):
+        values = images.read_array(path, format)
+        is_wide = values.dtype not in (bool, np.uint8)
+        if is_wide and labels.has_greys:
+            raise UserError(
+                f"{path}: a mask of {values.dtype}; save it in RGB, or grey of 8 bits"
+            )
+        if is_wide:
+            return _mask_of(values, Legend(path, labels, labels.values))
+        image = Image.fromarray(values)
+    else:
+        image = images.read_stored(path, format)
+    _refuse_changed(path, image)
+    if image.mode == "RGB":
         image = image.convert("RGBA")  # transparent where the file says so of a colour
-    is_clear = image.mode in ("LA", "RGBA") and has_clear(image)
-    every = _every_value(image) if is_colored else np.array([])
-    if is_colored and every[..., 3].min() != VOID:
-        is_clear = has_clear(image.convert("RGBA"))
-    if is_clear:
-        raise UserError(
-            f"{path}: a mask with transparent pixels; save it without transparency"
-        )
-    is_rgb = image.mode in ("RGB", "RGBA")
-    if is_rgb:
-        image = image.convert("RGBA")
-    stored = np.asarray(image.getchannel("L") if image.mode == "LA" else image)
-    if is_colored:
-        legend = Legend(path, labels, labels.colored, _as_keys(every))
-    elif is_rgb:
-        stored = _as_keys(stored)
-        legend = Legend(path, labels, labels.colored)
-    elif stored.ndim > 2 or (labels.has_greys and image.mode not in OF_8_BITS):
+    if image.mode in ("LA", "RGBA"):
+        _refuse_clear(path, image)
+    if image.mode == "RGBA":
+        keys = _as_keys(np.asarray(image))
+        return _mask_of(keys, Legend(path, labels, labels.colored))
+    if image.mode == "LA":
+        image = image.getchannel("L")
+    stored = np.asarray(image)
+    if image.mode == "P" and labels.kind == 3:
+        shown = _every_value(image)
+        if shown[..., 3].min() != VOID:
+            _refuse_clear(path, image.convert("RGBA"))
+        legend = Legend(path, labels, labels.colored, _as_keys(shown))
+        return _mask_of(stored, legend)
+    if stored.ndim > 2 or (labels.has_greys and image.mode not in OF_8_BITS):
         raise UserError(
             f"{path}: a mask of mode {image.mode}; save it in RGB, or grey of 8 bits"
         )
-    else:
-        legend = _grey_legend(path, labels, image)
-        stored = stored.astype(np.uint8) if stored.dtype == bool else stored
-    mask = LazyImage(
-        image.height, image.width, lambda _: legend.translate(stored), mode="P"
-    )
+    if stored.dtype == bool:
+        stored = stored.astype(np.uint8)
+    return _mask_of(stored, _grey_legend(path, labels, image))
+
+
+def _refuse_changed(path: str, image: Image.Image) -> None:
+    # a file of its own, or in a TIFF
+    is_jpeg = image.info.get("compression") == "jpeg"
+    kind = "JPEG" if is_jpeg else image.format
+    if kind in LOSSY:
+        raise UserError(
+            f"{path}: {kind} has changed the values of this mask; save masks as PNG"
+        )
+
+
+def _refuse_clear(path: str, image: Image.Image) -> None:
+    if image.getchannel("A").getextrema()[0] != VOID:
+        raise UserError(
+            f"{path}: a mask with transparent pixels; save it without transparency"
+        )
+
+
+def _mask_of(stored: np.ndarray, legend: "Legend") -> LazyImage:
+    height, width = stored.shape
+    mask = LazyImage(height, width, lambda _: legend.translate(stored), mode="P")
     mask.stored = stored
     mask.translate = legend.translate
     return mask
-
-
-def has_clear(image: Image.Image) -> bool:
-    """Return whether a pixel is not opaque."""
-    return image.getchannel("A").getextrema()[0] != VOID
 
 
 def _every_value(image: Image.Image) -> np.ndarray:
