@@ -38,7 +38,9 @@ PHOTOMETRIC = 262
 SAMPLES_PER_PIXEL = 277
 SAMPLE_FORMAT = 339
 SIGNED = 2  # a sample format
-START_OF_SCAN = b"\xda"  # a marker in JPEGs
+# Markers in JPEGs: the pixels; what programs note, but for JFIF's and Adobe's, which tell colours.
+START_OF_SCAN = b"\xda"
+COMMENTS = [bytes([number]) for number in (*range(0xE1, 0xEE), 0xEF, 0xFE)]
 # Whatever a file is named, it is opened as one of these: they start no program, as EPS
 # starts Ghostscript, and tell their size before anything is decoded.
 FORMATS = ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF", "PPM", "JPEG2000"]
@@ -321,12 +323,10 @@ def _open_jpeg(path: str, data: bytes, size: tuple[int, int]) -> LazyImage:
         rows = -(-height // shrink)  # rounded up
         columns = -(-width // shrink)
         with _reading(path):
-            if simplejpeg:
-                with _tolerant(data):
-                    return simplejpeg.decode_jpeg(
-                        data, min_height=rows, min_width=columns
-                    )
-            # or what simplejpeg has failed at: Pillow may read it, or explain
+            found = _decode_strictly(data, "RGB", rows, columns)
+            if found is not None:
+                return found
+            # without simplejpeg, or what it has failed at: Pillow may read it, or explain
             with _open_bytes(data) as image:
                 image.draft("RGB", (width // shrink, height // shrink))
                 return np.array(image.convert("RGB"))
@@ -335,32 +335,58 @@ def _open_jpeg(path: str, data: bytes, size: tuple[int, int]) -> LazyImage:
     return LazyImage(height, width, decode, shrinks)
 
 
-@contextlib.contextmanager
-def _tolerant(data: bytes) -> Iterator[None]:
-    """Raise what simplejpeg says of the pixels in `data`, which Pillow keeps to itself.
+def _decode_strictly(
+    data: bytes, kind: str, rows: int, columns: int
+) -> np.ndarray | None:
+    """Return the pixels of a JPEG, at least so many rows and columns; None if Pillow has to try.
 
-    What it says of the header alone, or of padding, is suppressed: the pixels are whole.
+    Raises what simplejpeg says of the pixels, which Pillow keeps to itself. What it says of the
+    header alone, or of padding, does no harm: the pixels are whole.
     """
+    if not simplejpeg:
+        return None
     try:
-        yield
+        return simplejpeg.decode_jpeg(data, kind, min_height=rows, min_width=columns)
     except ValueError as error:
         text = str(error)
         if not text.startswith("Corrupt") or PADDING.search(text):
-            return
-        try:
-            simplejpeg.decode_jpeg_header(data)
-        except ValueError as found:
-            if text == str(found):
-                return
-        raise
+            return None
+        # It says one thing alone, the first: without it the next is heard.
+        bare = _bare(data)
+        if text != _fault_of_header(data) or len(bare) == len(data):
+            raise
+    return _decode_strictly(bare, kind, rows, columns)
+
+
+def _fault_of_header(data: bytes) -> str:
+    try:
+        simplejpeg.decode_jpeg_header(data)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _bare(data: bytes) -> bytes:
+    """Return a JPEG whose header has nothing but what decides the pixels."""
+    kept = [data[:2]]
+    at = data.find(b"\xff", 2)
+    while at >= 0 and data[at + 1 : at + 2] != START_OF_SCAN:
+        marker = data[at + 1 : at + 2]
+        length = 1
+        if marker not in (b"", b"\0", b"\xff"):  # else it is none
+            length = 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+            if marker not in COMMENTS:
+                kept.append(data[at : at + length])
+        at = data.find(b"\xff", at + length)
+    kept.append(data[at:])
+    return b"".join(kept)
 
 
 def _upright(file: ImageFile.ImageFile, data: bytes) -> Image.Image:
     """Return the image in `data`, which `file` has opened, as EXIF turns it."""
-    if simplejpeg and file.format in ("JPEG", "MPO"):
+    if file.format in ("JPEG", "MPO"):
         kind = "CMYK" if file.mode == "CMYK" else "RGB"
-        with _tolerant(data):  # read whole, at an eighth of its size
-            simplejpeg.decode_jpeg(data, kind, min_height=1, min_width=1)
+        _decode_strictly(data, kind, 1, 1)  # read whole, at an eighth of its size
     # in place, because a copy takes a third of the time of decoding
     ImageOps.exif_transpose(file, in_place=True)
     return file

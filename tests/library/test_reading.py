@@ -351,6 +351,28 @@ class TestDamagedJpeg:
             path.write_bytes(each)
             assert torch.equal(images.open_image(str(path)).read(), whole)
 
+    @pytest.mark.parametrize("how", [{}, {"mode": "L"}, {"mode": "CMYK"}, {"turn": 6}])
+    def test_headers_do_not_hide_pixels(self, tmp_path: Path, how: dict) -> None:
+        """libjpeg says the first thing alone: that of a profile, of bytes between the parts."""
+        exif = Image.Exif()
+        exif[0x112] = how.pop("turn", 1)
+        profile = {"icc_profile": b"x" * 500, "exif": exif, "quality": 90}
+        path = Path(save_jpeg(tmp_path / "x.jpg", size=(240, 180), **how, **profile))
+        data = path.read_bytes()
+        whole = images.open_image(str(path)).read()
+        at = data.index(b"ICC_PROFILE") + 12  # its number, of 1
+        scan = data.index(b"\xff\xda")
+        for odd in (
+            data[:at] + b"\7" + data[at + 1 :],
+            data[:scan] + b"abc\xff\xff" + data[scan:],
+        ):
+            path.write_bytes(odd)
+            assert torch.equal(images.open_image(str(path)).read(), whole)
+            for damaged in damages(odd).values():
+                path.write_bytes(damaged)
+                with refusal("images.reading", path):
+                    images.open_image(str(path)).read(size=(20, 20))
+
 
 class TestJpeg:
     def test_sizes(self, tmp_path: Path) -> None:
