@@ -564,7 +564,7 @@ class MaskFiles(Files):
 
     def open_mask(self, index: int) -> LazyImage:
         path = self.samples[index][1]
-        return LazyImage.of(masks.read_mask(path, self.labels, self.format))
+        return masks.lazy_mask(path, self.labels, self.format)
 
     def count_labels(self, index: int) -> dict[int, int]:
         """Return the pixels of each class in a mask, for --class-weights auto and others."""

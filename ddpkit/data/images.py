@@ -38,14 +38,19 @@ PHOTOMETRIC = 262
 SAMPLES_PER_PIXEL = 277
 SAMPLE_FORMAT = 339
 SIGNED = 2  # a sample format
-START_OF_SCAN = b"\xda"  # a marker in JPEGs
+# Markers in JPEGs: the pixels; what programs note, but for JFIF's and Adobe's, which tell colours.
+START_OF_SCAN = b"\xda"
+COMMENTS = [bytes([number]) for number in (*range(0xE1, 0xEE), 0xEF, 0xFE)]
 # Whatever a file is named, it is opened as one of these: they start no program, as EPS
 # starts Ghostscript, and tell their size before anything is decoded.
 FORMATS = ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF", "PPM", "JPEG2000"]
 if importlib.util.find_spec("PIL.AvifImagePlugin"):  # not in older versions
     FORMATS.append("AVIF")
+# What phones write begins with a length, ftyp, and one of these; mif1 may be AVIF, too.
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 # at the end, by some cameras
 PADDING = re.compile(r"\b\d\d? extraneous bytes before marker 0xd9")
+ALPHA = ("LA", "RGBA")  # modes of Pillow whose last channel is alpha
 LFS = b"version https://git-lfs"
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 GREYS = bytes(np.arange(256, dtype=np.uint8).repeat(3))  # a palette, R G B, ...
@@ -70,7 +75,8 @@ class LazyImage(Image.Image):
     decode: n -> the pixels at 1 / n of height and width, rounded up. shrinks: the n that `decode`
     takes besides 1, in descending order. grid: those of the image that a mask belongs to: its parts
     begin and end where the image's do. is_turned: whether EXIF has turned it, which its height and
-    width do not show.
+    width do not show. stored, translate: a mask's pixels as its file has them, and what makes
+    class numbers of a part of them, so that only what is read has to be looked up.
 
         def val_transform(image: ddpkit.LazyImage) -> Tensor:
             return image.read((0, 0, image.height, image.width), (224, 224))
@@ -92,6 +98,8 @@ class LazyImage(Image.Image):
         self.grid: Sequence[int] = ()
         self.is_mask = mode == "P"
         self.is_turned = False
+        self.stored: np.ndarray | None = None
+        self.translate: Callable[[np.ndarray], np.ndarray] | None = None
         self.is_loaded = False  # into memory of PIL, where its methods may change it
 
     @classmethod
@@ -171,13 +179,16 @@ class LazyImage(Image.Image):
         """
         box = box or (0, 0, self.height, self.width)
         shrink, (top, left, bottom, right) = self._edges(box, size)
+        if self.is_mask:
+            found = self._read_mask((top, left, bottom, right), size, fill)
+            return torch.from_numpy(found)
         # what of it the image has
         rows = slice(max(top, 0), max(bottom, 0))
         columns = slice(max(left, 0), max(right, 0))
         # A copy, because augmentation may change it. Its channels are first only by its
         # strides: in memory they stay last, which is faster from here on.
         part = torch.from_numpy(self._decoded(shrink)[rows, columns][None].copy())
-        pixels = part[None] if self.is_mask else part.permute(0, 3, 1, 2)
+        pixels = part.permute(0, 3, 1, 2)
         missing_rows = bottom - top - pixels.shape[2]
         missing_columns = right - left - pixels.shape[3]
         if missing_rows or missing_columns:
@@ -187,9 +198,33 @@ class LazyImage(Image.Image):
             edges = [x, missing_columns - x, y, missing_rows - y]
             pixels = pad(pixels, edges, value=fill)
         if size and pixels.shape[2:] != size:
-            mode = "nearest-exact" if self.is_mask else "bilinear"
-            pixels = interpolate(pixels, size, mode=mode, antialias=not self.is_mask)
-        return pixels[0, 0] if self.is_mask else pixels[0]
+            pixels = interpolate(pixels, size, mode="bilinear", antialias=True)
+        return pixels[0]
+
+    def _read_mask(
+        self, edges: Box, size: tuple[int, int] | None, fill: int
+    ) -> np.ndarray:
+        """Return what lies between top, left, bottom and right edges, resized to `size`."""
+        top, left, bottom, right = edges
+        size = size or (bottom - top, right - left)
+        stored = self.stored
+        if stored is None or self.is_loaded:
+            stored = self._decoded(1)
+        y, rows = _nearest(top, bottom, size[0], self.height)
+        x, columns = _nearest(left, right, size[1], self.width)
+        if isinstance(columns, slice):
+            part = stored[rows, columns].copy()
+        else:  # a row at a time: at once takes six times as long
+            part = stored[rows].take(columns, axis=1)
+        if self.translate and not self.is_loaded and part.size:
+            part = self.translate(part)
+        height, width = part.shape[:2]
+        if (height, width) == size:
+            return part
+        found = np.full(size, fill, np.uint8)
+        if part.size:
+            found[y : y + height, x : x + width] = part
+        return found
 
     def _decoded(self, shrink: int) -> np.ndarray:
         if self.is_loaded:  # PIL may have changed it
@@ -210,6 +245,21 @@ class LazyImage(Image.Image):
         return shrink, (top, left, bottom, right)
 
 
+def _nearest(
+    first: int, end: int, count: int, length: int
+) -> tuple[int, slice | np.ndarray]:
+    """Return which rows, or columns, nearest-exact of torch takes if it resizes those from `first`
+    to `end` to `count`; of them, how many lie before the first of the `length` that there are.
+    """
+    if count == end - first:
+        return max(-first, 0), slice(max(first, 0), max(end, 0))
+    numbers = torch.arange(first, end, dtype=torch.float32)
+    taken = interpolate(numbers[None, None], count, mode="nearest-exact")
+    places = taken.flatten().int().numpy()
+    is_inside = (places >= 0) & (places < length)
+    return int(np.count_nonzero(places < 0)), places[is_inside]
+
+
 def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
     """Return the image at `path`, in RGB or with the channels that `format` asks for.
 
@@ -225,24 +275,27 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
             format.check_size(path, size)
             return _open_jpeg(path, data, size)
         with _opened(path, data, format) as file:
+            if is_deep(file):
+                values = read_values(path, data, format)
+                return LazyImage.of(_to_rgb(path, values, format))
             size = file.size
+            orientation = file.getexif().get(ORIENTATION, 1)
             if file.format in ("JPEG", "MPO") and file.mode in ("RGB", "L"):
                 image = _open_jpeg(path, data, size)
-                orientation = file.getexif().get(ORIENTATION, 1)
                 if orientation == 1:
                     return image
                 # turned as Pillow does it: the pixels get the entry, then lose it
                 pixels = Image.fromarray(image.decode(1))
                 pixels.getexif()[ORIENTATION] = orientation
                 image = LazyImage.of(np.array(ImageOps.exif_transpose(pixels)))
-            elif is_deep(file):
-                values = read_values(path, data, format)
-                return LazyImage.of(_to_rgb(path, values, format))
             else:
-                image = LazyImage.of(np.array(_upright(file, data).convert("RGB")))
+                upright = _upright(file, data)
+                # to convert RGB would copy it
+                if upright.mode != "RGB":
+                    upright = upright.convert("RGB")
+                image = LazyImage.of(np.array(upright))
             # a quarter turn shows by the size
-            is_turned = file.getexif().get(ORIENTATION, 1) in range(2, 9)
-            image.is_turned = is_turned and size == image.size
+            image.is_turned = orientation in range(2, 9) and size == image.size
             return image
 
 
@@ -270,12 +323,10 @@ def _open_jpeg(path: str, data: bytes, size: tuple[int, int]) -> LazyImage:
         rows = -(-height // shrink)  # rounded up
         columns = -(-width // shrink)
         with _reading(path):
-            if simplejpeg:
-                with _tolerant(data):
-                    return simplejpeg.decode_jpeg(
-                        data, min_height=rows, min_width=columns
-                    )
-            # or what simplejpeg has failed at: Pillow may read it, or explain
+            found = _decode_strictly(data, "RGB", rows, columns)
+            if found is not None:
+                return found
+            # without simplejpeg, or what it has failed at: Pillow may read it, or explain
             with _open_bytes(data) as image:
                 image.draft("RGB", (width // shrink, height // shrink))
                 return np.array(image.convert("RGB"))
@@ -284,33 +335,61 @@ def _open_jpeg(path: str, data: bytes, size: tuple[int, int]) -> LazyImage:
     return LazyImage(height, width, decode, shrinks)
 
 
-@contextlib.contextmanager
-def _tolerant(data: bytes) -> Iterator[None]:
-    """Raise what simplejpeg says of the pixels in `data`, which Pillow keeps to itself.
+def _decode_strictly(
+    data: bytes, kind: str, rows: int, columns: int
+) -> np.ndarray | None:
+    """Return the pixels of a JPEG, at least so many rows and columns; None if Pillow has to try.
 
-    What it says of the header alone, or of padding, is suppressed: the pixels are whole.
+    Raises what simplejpeg says of the pixels, which Pillow keeps to itself. What it says of the
+    header alone, or of padding, does no harm: the pixels are whole.
     """
+    if not simplejpeg:
+        return None
     try:
-        yield
+        return simplejpeg.decode_jpeg(data, kind, min_height=rows, min_width=columns)
     except ValueError as error:
         text = str(error)
         if not text.startswith("Corrupt") or PADDING.search(text):
-            return
-        try:
-            simplejpeg.decode_jpeg_header(data)
-        except ValueError as found:
-            if text == str(found):
-                return
-        raise
+            return None
+        # It says one thing alone, the first: without it the next is heard.
+        bare = _bare(data)
+        if text != _fault_of_header(data) or len(bare) == len(data):
+            raise
+    return _decode_strictly(bare, kind, rows, columns)
+
+
+def _fault_of_header(data: bytes) -> str:
+    try:
+        simplejpeg.decode_jpeg_header(data)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _bare(data: bytes) -> bytes:
+    """Return a JPEG whose header has nothing but what decides the pixels."""
+    kept = [data[:2]]
+    at = data.find(b"\xff", 2)
+    while at >= 0 and data[at + 1 : at + 2] != START_OF_SCAN:
+        marker = data[at + 1 : at + 2]
+        length = 1
+        if marker not in (b"", b"\0", b"\xff"):  # else it is none
+            length = 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+            if marker not in COMMENTS:
+                kept.append(data[at : at + length])
+        at = data.find(b"\xff", at + length)
+    kept.append(data[at:])
+    return b"".join(kept)
 
 
 def _upright(file: ImageFile.ImageFile, data: bytes) -> Image.Image:
     """Return the image in `data`, which `file` has opened, as EXIF turns it."""
-    if simplejpeg and file.format in ("JPEG", "MPO"):
+    if file.format in ("JPEG", "MPO"):
         kind = "CMYK" if file.mode == "CMYK" else "RGB"
-        with _tolerant(data):  # read whole, at an eighth of its size
-            simplejpeg.decode_jpeg(data, kind, min_height=1, min_width=1)
-    return ImageOps.exif_transpose(file)
+        _decode_strictly(data, kind, 1, 1)  # read whole, at an eighth of its size
+    # in place, because a copy takes a third of the time of decoding
+    ImageOps.exif_transpose(file, in_place=True)
+    return file
 
 
 def decoder() -> str:
@@ -328,9 +407,8 @@ def read_stored(path: str, format: Format = DEFAULT_FORMAT) -> Image.Image:
                 raise ValueError(
                     "colours or alpha of 16 bits, of which 8 would be read"
                 )
-            image: Image.Image = ImageOps.exif_transpose(file)
-            image.format = file.format  # which a copy does not have
-            return image
+            ImageOps.exif_transpose(file, in_place=True)
+            return file
 
 
 def is_deep(file: ImageFile.ImageFile) -> bool:
@@ -343,7 +421,7 @@ def is_deep(file: ImageFile.ImageFile) -> bool:
 
 def read_values(path: str, data: bytes, format: Format) -> np.ndarray:
     """Return the values of a file, of their own type: (H, W, channels)."""
-    if path.lower().endswith(".npy"):
+    if is_array(path):
         values = _read_npy(path, data, format)
     elif data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):  # TIFF, and BigTIFF
         values = _read_tiff(path, data, format)
@@ -355,6 +433,8 @@ def read_values(path: str, data: bytes, format: Format) -> np.ndarray:
                     raise ValueError(
                         "a PNG of 16 bits that is not grey; save it as TIFF"
                     )
+            elif len(file.getbands()) == format.channels and file.mode in ALPHA:
+                mode = file.mode
             else:
                 mode = "L" if file.mode in ("1", "L", "LA") else "RGB"
             values = np.asarray(_upright(file, data).convert(mode))
@@ -472,6 +552,40 @@ def visible(image: Tensor) -> Tensor:
     return stretched.clamp(0, 255).byte().expand(3, -1, -1)
 
 
+def read_array(path: str, format: Format = DEFAULT_FORMAT) -> np.ndarray:
+    """Return the numbers in a .npy file, (height, width); for masks."""
+    with _reading(path, is_mask=True):
+        values = _read_npy(path, files.read_file(path), format)
+        if values.shape[2:] == (1,):
+            values = values[..., 0]
+        if values.ndim != 2 or values.dtype.kind not in "biuf" or not values.size:
+            raise UserError(
+                f"{path}: {values.dtype} values of shape {values.shape}; save a mask as "
+                "integers of shape (height, width)"
+            )
+        is_small = values.dtype.kind in "iu" and 0 <= values.min() <= values.max() < 256
+        return values.astype(np.uint8) if is_small else values
+
+
+def is_array(path: str) -> bool:
+    return path.lower().endswith(".npy")
+
+
+def _read_heif_too(path: str, data: bytes) -> None:
+    """Have Pillow open what phones write, if it is that: a package of its own does it."""
+    is_heif = data[4:8] == b"ftyp" and data[8:12] in HEIF_BRANDS
+    if not is_heif or b"avif" in data[:64] or "HEIF" in FORMATS:
+        return
+    try:
+        import pillow_heif
+    except ImportError:
+        raise UserError(
+            f"{path}: HEIC needs a package: python -m pip install pillow-heif"
+        ) from None
+    pillow_heif.register_heif_opener()
+    FORMATS.append("HEIF")
+
+
 def _open_bytes(data: bytes) -> ImageFile.ImageFile:
     return Image.open(io.BytesIO(data), formats=FORMATS)
 
@@ -485,6 +599,7 @@ def _opened(
         raise UserError(
             f"{path}: a pointer of Git LFS, not the image; run: git lfs pull"
         )
+    _read_heif_too(path, data)
     or_channels = "" if is_mask else f', or write the number of "channels" into {NAME}'
     with _open_bytes(data) as image:
         format.check_size(path, image.size)
@@ -527,7 +642,7 @@ def _reading(path: str, is_mask: bool = False) -> Iterator[None]:
         if isinstance(error, UnidentifiedImageError):
             reason = "not an image of a type that is read"
             if is_mask:
-                remedy = "masks are PNG, or BMP, TIFF or WebP without loss"
+                remedy = "masks are PNG, .npy, or without loss BMP, WebP or TIFF of 8 to 32 bits"
             elif path.lower().endswith((".npy", ".tif", ".tiff")):
                 remedy = f'if it is whole, it needs the number of "channels" in {NAME}'
         elif isinstance(error, MemoryError) or number in EXHAUSTED:

@@ -9,7 +9,8 @@ its value, and a coloured palette the number of its entry. Masks of one set have
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,17 @@ from PIL import Image
 
 from ddpkit.data import images
 from ddpkit.data.format import DEFAULT_FORMAT, Format
+from ddpkit.data.images import LazyImage
 from ddpkit.errors import UserError, shorten
 
 VOID = 255  # the class number of pixels without a label
 # by what a mask shows: what it means, and in which file
 Meant = dict[str, tuple[str, str]]
 BLACK_WHITE = "black and white"
-OF_8_BITS = ("1", "L", "LA", "RGBA")  # modes of Pillow, but for palettes
+OF_8_BITS = ("1", "L")  # modes of Pillow, but for colours and palettes
+LOSSY = ("JPEG", "MPO", "AVIF", "HEIF")  # formats of Pillow
+MOST_HASHED = 512  # of known keys: of many more, two would share each hash
+FACTOR = 0x9E3779B1  # by which integers are spread, 2^32 over the golden ratio
 MANY = 8  # values that no line of classes.txt has, as smoothed edges have
 FORMS = "NAME, NAME = VALUE, or NAME = R G B with colours of 0 to 255"
 LINE = re.compile(
@@ -52,7 +57,7 @@ class Labels(Classes):
 
     def __init__(self, names: Sequence[str], kind: int, keys: dict[tuple, int]) -> None:
         greys: dict[int, int] = {}
-        self.colored = {-1: VOID}  # never empty, see `_look_up`
+        self.colored = {0: VOID}  # never empty, for `_look_up`: no opaque colour is 0
         if kind == 3:
             super().__init__(names, [c for c, n in keys.items() if n != VOID])
             for color, number in keys.items():
@@ -121,88 +126,198 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
 
 
 def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.ndarray:
-    """Return the mask at `path` as class numbers or VOID, uint8 (H, W)."""
-    image = images.read_stored(path, format)
-    # a file of its own, or in a TIFF
-    if image.format in ("JPEG", "MPO") or image.info.get("compression") == "jpeg":
-        raise UserError(
-            f"{path}: JPEG has changed the values of this mask; save masks as PNG"
-        )
-    if image.mode == "RGB" or (image.mode == "P" and labels.kind == 3):
-        image = image.convert("RGBA")  # transparent where the file says so of a colour
-    if image.mode in ("LA", "RGBA") and image.getchannel("A").getextrema()[0] != 255:
-        raise UserError(
-            f"{path}: a mask with transparent pixels; save it without transparency"
-        )
-    if image.mode == "RGBA":
-        numbers = labels.colored
-        keys = np.array(image).view("<u4")[..., 0]  # the four bytes as one number
-        # If greys are listed, masks in grey mean colours, too: the two may be mixed.
-        meant = {} if labels.has_greys else {"a mask": "colours"}
+    """Return the whole mask at `path` as class numbers or VOID, uint8 (H, W)."""
+    return lazy_mask(path, labels, format).pixels
+
+
+def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> LazyImage:
+    """Return the mask at `path`, whose class numbers are looked up where it is read.
+
+    Raises a UserError if the file is no mask. That a value is no class is found, too, where it is
+    read: in a crop it may lie outside.
+    """
+    if images.is_array(path):
+        values = images.read_array(path, format)
+        is_wide = values.dtype not in (bool, np.uint8)
+        if is_wide and labels.has_greys:
+            raise UserError(
+                f"{path}: a mask of {values.dtype}; save it in RGB, or grey of 8 bits"
+            )
+        if is_wide:
+            return _mask_of(values, Legend(path, labels, labels.values))
+        image = Image.fromarray(values)
     else:
-        numbers = labels.values
-        keys, meant = _read_grey(image, labels)
-    if keys.ndim > 2 or (labels.has_greys and image.mode not in OF_8_BITS):
+        image = images.read_stored(path, format)
+    _refuse_changed(path, image)
+    if image.mode == "RGB":
+        image = image.convert("RGBA")  # transparent where the file says so of a colour
+    if image.mode in ("LA", "RGBA"):
+        _refuse_clear(path, image)
+    if image.mode == "RGBA":
+        keys = _as_keys(np.asarray(image))
+        return _mask_of(keys, Legend(path, labels, labels.colored))
+    if image.mode == "LA":
+        image = image.getchannel("L")
+    stored = np.asarray(image)
+    if image.mode == "P" and labels.kind == 3:
+        shown = _every_value(image)
+        if shown[..., 3].min() != VOID:
+            _refuse_clear(path, image.convert("RGBA"))
+        legend = Legend(path, labels, labels.colored, _as_keys(shown))
+        return _mask_of(stored, legend)
+    if stored.ndim > 2 or (labels.has_greys and image.mode not in OF_8_BITS):
         raise UserError(
             f"{path}: a mask of mode {image.mode}; save it in RGB, or grey of 8 bits"
         )
-    # `counts` has the unknown keys in any case
-    found, counts = _look_up(numbers, keys)
-    unknown = {key: count for key, count in counts.items() if key not in numbers}
-    if unknown:
+    if stored.dtype == bool:
+        stored = stored.astype(np.uint8)
+    return _mask_of(stored, _grey_legend(path, labels, image))
+
+
+def _refuse_changed(path: str, image: Image.Image) -> None:
+    # a file of its own, or in a TIFF
+    is_jpeg = image.info.get("compression") == "jpeg"
+    kind = "JPEG" if is_jpeg else image.format
+    if kind in LOSSY:
         raise UserError(
-            f"{path}: {_explain_unknown(unknown, image.mode == 'RGBA', labels)}"
+            f"{path}: {kind} has changed the values of this mask; save masks as PNG"
         )
-    palette = _palette(image)
-    if image.mode == "P" and _is_coloured(palette):
-        meant |= {f"value {n}": "colour {} {} {}".format(*palette[n]) for n in counts}
-    add_meanings(labels.meant, {shown: (what, path) for shown, what in meant.items()})
-    return found
 
 
-def _read_grey(image: Image.Image, labels: Labels) -> tuple[np.ndarray, dict[str, str]]:
-    """Return the values of a mask in grey, or a palette's numbers; what is meant by what it shows.
+def _refuse_clear(path: str, image: Image.Image) -> None:
+    if image.getchannel("A").getextrema()[0] != VOID:
+        raise UserError(
+            f"{path}: a mask with transparent pixels; save it without transparency"
+        )
 
-    The values are (H, W), of any type; of an image that is no mask (H, W, channels).
+
+def _mask_of(stored: np.ndarray, legend: "Legend") -> LazyImage:
+    height, width = stored.shape
+    mask = LazyImage(height, width, lambda _: legend.translate(stored), mode="P")
+    mask.stored = stored
+    mask.translate = legend.translate
+    return mask
+
+
+def _every_value(image: Image.Image) -> np.ndarray:
+    """Return what each value shows in an image with a palette, uint8 (1, 256, 4), RGBA."""
+    row = image.crop((0, 0, 256, 1))
+    row.frombytes(bytes(range(256)))
+    return np.array(row.convert("RGBA"))
+
+
+def _as_keys(colors: np.ndarray) -> np.ndarray:
+    """Return colours, uint8 (H, W, 4), as one number each, (H, W): its four bytes."""
+    return np.ascontiguousarray(colors).view("<u4")[..., 0]
+
+
+@dataclass
+class Legend:
+    """What the pixels of one mask mean.
+
+    numbers: class number or VOID, by key: a value, or a colour as `_as_keys` makes it.
+    keys: of values of 8 bits, 256; without, a pixel is its own key.
+    greys: what values of 8 bits show, 256; -1: no grey, or not by this value alone.
+    palette: the colours that values of 8 bits show, if they mean numbers all the same.
+    tones: what black and white mean in it.
     """
-    keys = np.array(image.getchannel("L") if image.mode == "LA" else image)
-    meant: dict[str, str] = {}
-    if labels.kind == 3 and not labels.has_greys:
-        meant["a mask"] = "numbers"
-    black_white = "other numbers"
+
+    path: str
+    labels: Labels
+    numbers: dict[int, int]
+    keys: np.ndarray | None = None
+    greys: np.ndarray | None = None
+    palette: np.ndarray | None = None
+    tones: str = "other numbers"
+
+    def translate(self, stored: np.ndarray) -> np.ndarray:
+        """Return the class numbers of pixels as they are stored, uint8 (H, W).
+
+        Raises a UserError for a value that is no class, or means another one in other masks.
+        """
+        labels = self.labels
+        is_colored = self.numbers is labels.colored
+        used: Sequence[int] = ()
+        if stored.dtype == np.uint8:
+            counts = np.array(Image.fromarray(stored).histogram())
+            used = np.flatnonzero(counts).tolist()
+            found, unknown = self._look_up_bytes(stored, counts, used)
+        else:
+            found, unknown = _look_up(self.numbers, stored)
+        if unknown:
+            line = _explain_unknown(unknown, is_colored, labels)
+            raise UserError(f"{self.path}: {line}")
+        meant = self._meanings(stored, used, is_colored)
+        add_meanings(labels.meant, {key: (what, self.path) for key, what in meant})
+        return found
+
+    def _look_up_bytes(
+        self, stored: np.ndarray, counts: np.ndarray, used: Sequence[int]
+    ) -> tuple[np.ndarray, dict[int, int]]:
+        """Return the class numbers of values of 8 bits, and how many pixels have unknown keys."""
+        keys = range(256) if self.keys is None else self.keys.flat
+        table = np.zeros(256, np.uint8)
+        unknown: dict[int, int] = {}
+        for value in used:
+            key = int(keys[value])
+            if key in self.numbers:
+                table[value] = self.numbers[key]
+            else:
+                unknown[key] = unknown.get(key, 0) + int(counts[value])
+        if all(table[value] == value for value in used):
+            return stored, unknown
+        return table.take(stored), unknown
+
+    def _meanings(
+        self, stored: np.ndarray, used: Sequence[int], is_colored: bool
+    ) -> Iterator[tuple[str, str]]:
+        """Yield what the pixels show and what that means, where other masks may contradict it."""
+        labels = self.labels
+        # If greys are listed, masks in grey mean colours, too: the two may be mixed.
+        if labels.kind == 3 and not labels.has_greys:
+            yield "a mask", "colours" if is_colored else "numbers"
+        if is_colored:
+            return
+        keys = used if self.keys is None else self.keys[used]
+        # With white for 255 there is nothing to tell apart; black alone tells nothing.
+        if labels.white != VOID and (any(keys) if len(used) else stored.any()):
+            yield BLACK_WHITE, self.tones
+        for value, key in zip(used, keys, strict=True):
+            grey = -1 if self.greys is None else self.greys[value]
+            if grey > 0:  # black may fill
+                yield f"grey {grey}", f"number {key}"
+            if self.palette is not None:
+                yield f"value {value}", "colour {} {} {}".format(*self.palette[value])
+
+
+def _grey_legend(path: str, labels: Labels, image: Image.Image) -> Legend:
+    """Return what a mask in grey means, or one whose palette numbers the classes."""
+    legend = Legend(path, labels, labels.values)
+    if image.mode not in ("1", "P"):
+        legend.greys = np.arange(256)
+        return legend
     palette = _palette(image)
-    is_coloured = image.mode == "P" and _is_coloured(palette)
-    if keys.dtype == bool:
-        keys = keys.astype(np.uint8)
-    used = np.array([], int)
-    if keys.dtype == np.uint8 and keys.ndim == 2:
-        used = np.flatnonzero(Image.fromarray(keys).histogram())
-    if image.mode == "1" or (image.mode == "P" and not is_coloured):
-        # What counts is what it shows: an encoder numbers its greys as it likes.
-        values = palette[:, 0]
-        if set(values[used]) <= {0, VOID} and (values[used] != used).any():
-            # Stored in two tones, which may be 0 and 1 as well as what they show.
-            values = values.clip(max=labels.white)
-            black_white = "0 and 1"
-        meant |= _greys(palette[used, 0], values[used])
-        keys = values[keys]
-    elif is_coloured:
+    shown = palette[:, 0].astype(int)
+    if image.mode == "P" and (palette != palette[:, :1]).any():
         # A palette that has a colour twice goes by numbers alone.
-        once = [n for n in used if (palette == palette[n]).all(1).sum() == 1]
-        used = np.array([n for n in once if len(set(palette[n])) == 1], int)
-        meant |= _greys(palette[used, 0], used)
-    else:
-        meant |= _greys(used, used)
-    # With white for 255 there is nothing to tell apart; black alone tells nothing.
-    if labels.white != VOID and keys.any():
-        meant[BLACK_WHITE] = black_white
-    return keys, meant
-
-
-def _greys(shown: np.ndarray, numbers: np.ndarray) -> dict[str, str]:
-    """Return the number that each grey means which a mask shows, but for black: that may fill."""
-    pairs = zip(shown.tolist(), numbers.tolist(), strict=True)
-    return {f"grey {grey}": f"number {number}" for grey, number in pairs if grey}
+        packed = palette @ np.array([65536, 256, 1])
+        _, places, counts = np.unique(packed, return_inverse=True, return_counts=True)
+        is_alone = (palette == palette[:, :1]).all(1) & (counts[places] == 1)
+        legend.greys = np.where(is_alone, shown, -1)
+        legend.palette = palette
+        return legend
+    # What counts is what it shows: an encoder numbers its greys as it likes.
+    legend.keys = legend.greys = shown
+    is_two_tone = image.mode == "1"
+    if not is_two_tone:
+        used = np.flatnonzero(image.histogram())
+        is_other = (shown[used] != used).any()
+        is_two_tone = bool(is_other) and set(shown[used]) <= {0, VOID}
+    if is_two_tone:
+        # They may be 0 and 1 as well as what they show.
+        legend.keys = shown.clip(max=labels.white)
+        legend.tones = "0 and 1"
+    return legend
 
 
 def _palette(image: Image.Image) -> np.ndarray:
@@ -214,10 +329,6 @@ def _palette(image: Image.Image) -> np.ndarray:
     else:
         palette[1] = 255
     return palette
-
-
-def _is_coloured(palette: np.ndarray) -> bool:
-    return bool((palette != palette[:, :1]).any())
 
 
 def add_meanings(known: Meant, found: Meant) -> None:
@@ -256,21 +367,38 @@ def _explain_unknown(unknown: dict[int, int], is_colored: bool, labels: Labels) 
 def _look_up(
     numbers: dict[int, int], keys: np.ndarray
 ) -> tuple[np.ndarray, dict[int, int]]:
-    """Return the class numbers of `keys`, uint8 (H, W); how many pixels have each key.
-
-    Of more than 8 bits only unknown keys are counted.
-    """
-    if keys.dtype == np.uint8:  # Pillow takes a fifth of numpy's time
-        image = Image.fromarray(keys)
-        counts = {key: count for key, count in enumerate(image.histogram()) if count}
-        meaning = [numbers.get(key, VOID) for key in range(256)]
-        return np.array(image.point(meaning)), counts
+    """Return the class numbers of `keys`, uint8 (H, W); how many pixels have each unknown key."""
     known = np.array(sorted(numbers))
-    # where each key is in `known`, if it is there: an unknown one gets a neighbour's place
-    places = np.searchsorted(known, keys).clip(max=len(known) - 1)
-    found = np.array([numbers[key] for key in known.tolist()], np.uint8)[places]
-    others, counted = np.unique(keys[known[places] != keys], return_counts=True)
-    return found, dict(zip(others.tolist(), counted.tolist(), strict=True))
+    # where each key is in `known`, if it is there: an unknown one gets another's place
+    if keys.dtype.kind in "iu" and keys.itemsize <= 4 and len(known) <= MOST_HASHED:
+        places = _places(known, keys)
+    else:
+        places = np.searchsorted(known, keys).clip(max=len(known) - 1)
+    table = np.array([numbers[key] for key in known.tolist()], np.uint8)
+    others = keys[known.take(places) != keys]
+    values, counts = np.unique(others, return_counts=True)
+    unknown = dict(zip(values.tolist(), counts.tolist(), strict=True))
+    return table.take(places), unknown
+
+
+def _places(known: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return the place in `known` of each key, integers of 32 bits or less, by 16 bits of a hash.
+
+    np.searchsorted takes eight times as long.
+    """
+    factor = FACTOR
+    while True:
+        slots = _hash(known, factor)
+        if len(np.unique(slots)) == len(known):
+            break
+        factor = factor * FACTOR % 2**32  # odd, so that no bit gets lost
+    table = np.zeros(2**16, np.uint16)
+    table[slots] = range(len(known))
+    return table.take(_hash(keys, factor))
+
+
+def _hash(keys: np.ndarray, factor: int) -> np.ndarray:
+    return (keys.astype(np.uint32) * np.uint32(factor)) >> np.uint32(16)
 
 
 def explain_values(values: list[int], has_names: bool) -> str:

@@ -67,7 +67,17 @@ def normalize_images(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
         return images.float()
     mean, std = channel_statistics(format.statistics, images.device)
     # Converted first, then in place: a third of the time on a CPU.
-    return images.to(torch.float32, copy=True).sub_(mean).div_(std)
+    found = images.to(torch.float32, copy=True)
+    values = found
+    is_last = found.is_contiguous(memory_format=torch.channels_last)
+    if is_last and found.device.type == "cpu" and not torch.compiler.is_compiling():
+        # By rows, not by pixels of three numbers each: the same bits in less time.
+        number, channels, height, width = found.shape
+        values = found.permute(0, 2, 3, 1).view(number, height, channels * width)
+        mean = mean.flatten().repeat(width)
+        std = std.flatten().repeat(width)
+    values.sub_(mean).div_(std)
+    return found
 
 
 @functools.cache  # a copy to the device at every step would wait for it

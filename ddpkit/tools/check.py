@@ -67,6 +67,7 @@ def look(key: Any) -> Facts:
         try:
             image, *masks = part.open(index)
             seen = image.decode(1)
+            numbers = [mask.decode(1) for mask in masks]
         except Exception as error:  # Pillow raises many kinds for malformed files
             line = f"{part.samples[index][0]}: {error!r}"
             return Facts(getattr(error, "line", line))
@@ -75,7 +76,7 @@ def look(key: Any) -> Facts:
     facts.meant = part.labels.meant
     if masks:
         facts.is_turned = image.is_turned
-        values, counts = np.unique(masks[0].decode(1), return_counts=True)
+        values, counts = np.unique(numbers[0], return_counts=True)
         facts.counts = dict(zip(values.tolist(), counts.tolist(), strict=True))
     else:
         facts.counts = part.count_labels(index)

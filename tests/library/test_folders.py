@@ -106,7 +106,7 @@ SPOILT = [
     (
         "masks",
         save_mask((64, 64), 7),
-        "masks.read_mask",
+        "masks.translate",
         ["0003.png", "value 7", "NAME = 7"],
     ),
 ]

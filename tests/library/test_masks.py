@@ -8,13 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
+import torch
 from generated import Project, refusal
 from PIL import Image
 from ranks import on_ranks
+from torch.nn.functional import interpolate
 
 import ddpkit
 from ddpkit.data import class_counts, folders, masks
+from ddpkit.data.format import Format
 from ddpkit.errors import UserError
+from ddpkit.tools import check
 
 # by class number, for `recolor`
 COLORS = {
@@ -147,42 +151,71 @@ def test_masks(
 
 
 @pytest.mark.parametrize(
-    ("classes", "row", "how", "words"),
+    ("code", "classes", "row", "how", "words"),
     [
-        (NAMES, [0.5], {"dtype": "float32", "name": "x.tif"}, ["value 0.5"]),
         (
+            "translate",
+            NAMES,
+            [0.5],
+            {"dtype": "float32", "name": "x.tif"},
+            ["value 0.5"],
+        ),
+        (
+            "translate",
             COLORED,
             [[1, 2, 3], [0, 0, 4]],
             {},
             ["colour 0 0 4 in 1 pixels", "void = 0 0 4"],
         ),
-        (COLORED, CLEAR, {}, ["transparent"]),
-        (COLORED, ROW, {"transparency": (1, 2, 3)}, ["transparent"]),
-        (["a = 0 0 0", "b = 9 9 9"], [0, 1], {}, ["colour 1 1 1 in 1 pixels"]),
+        ("refuse_clear", COLORED, CLEAR, {}, ["transparent"]),
+        ("refuse_clear", COLORED, ROW, {"transparency": (1, 2, 3)}, ["transparent"]),
         (
+            "translate",
+            ["a = 0 0 0", "b = 9 9 9"],
+            [0, 1],
+            {},
+            ["colour 1 1 1 in 1 pixels"],
+        ),
+        (
+            "lazy_mask",
             ["a = 0 0 0", "b = 9 9 9"],
             [0, 9],
             {"dtype": "uint16"},
             ["mode I;16", "8 bits"],
         ),
-        (NAMES, list(range(99)), {}, ["95 more values", "smoothed edges"]),
-        (NAMES, [0, 1], {"name": "x.tif", "compression": "jpeg"}, ["JPEG"]),
+        ("translate", NAMES, list(range(99)), {}, ["95 more values", "smoothed edges"]),
+        (
+            "refuse_changed",
+            NAMES,
+            [0, 1],
+            {"name": "x.tif", "compression": "jpeg"},
+            ["JPEG"],
+        ),
+        ("refuse_changed", NAMES, [0, 1], {"name": "x.avif"}, ["AVIF"]),
+        (
+            "refuse_clear",
+            COLORED,
+            [2, 0, 1],
+            {"palette": PALETTE, "transparency": 1},
+            ["transparent"],
+        ),
     ],
 )
 def test_faults_of_masks(
     tmp_path: Path,
+    code: str,
     classes: list,
     row: list,
     how: dict,
     words: list,
 ) -> None:
-    with refusal("masks.read_mask", tmp_path, words):
+    with refusal(f"masks.{code}", tmp_path, words):
         read(tmp_path, classes, row, **how)
 
 
 def test_numbers_that_no_line_can_have(tmp_path: Path) -> None:
     with refusal(
-        "masks.read_mask", "value 0.5 in 1 pixels is no class; correct the mask"
+        "masks.translate", "value 0.5 in 1 pixels is no class; correct the mask"
     ) as caught:
         read(tmp_path, NAMES, [0.5], "x.tif", "float32")
     assert "NAME" not in str(caught.value)
@@ -215,10 +248,113 @@ def test_tiffs_that_are_no_masks(
     assert "data.json" not in str(caught.value)  # which does not help with masks
 
 
-def test_arrays_are_no_masks(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.zeros((4, 4), np.uint8))
-    with refusal("images.reading", "x.npy", "masks are PNG"):
-        masks.read_mask(str(tmp_path / "x.npy"), masks.unnamed())
+@pytest.mark.parametrize(
+    ("classes", "values", "expected"),
+    [
+        (NAMES, np.int64([[0, 2, 1, 255]]), [0, 2, 1, 255]),
+        (NAMES, np.float64([[0, 2, 1]]), [0, 2, 1]),
+        (VALUES, np.uint8([[[255], [7], [0]]]), [1, 255, 0]),
+        (VALUES, np.array([[True, False]]), [1, 0]),
+        (NAMES, np.array([[True, False]]), [1, 0]),
+        (["a", "b", "void = -1"], np.asfortranarray([[-1, 1], [0, 0]]), [255, 1]),
+        (["a = 70000", "b = 2", "void = 9"], np.array([[2, 9, 70000]]), [1, 255, 0]),
+        (["a = 0 0 0", "b = 9 9 9"], np.int32([[9, 0]]), [1, 0]),
+    ],
+)
+def test_arrays(
+    tmp_path: Path, classes: list, values: np.ndarray, expected: list
+) -> None:
+    """Of .npy files, as labelme writes them; the first row."""
+    path = str(tmp_path / "x.npy")
+    np.save(path, values)
+    labels = masks.parse(classes, Path("classes.txt"))
+    assert masks.read_mask(path, labels)[0].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "classes", "values", "words"),
+    [
+        ("masks.translate", NAMES, np.array([[0, 7]]), "value 7 in 1 pixels"),
+        ("masks.translate", NAMES, np.array([[0, np.nan]]), "value nan in 1 pixels"),
+        ("images.read_array", NAMES, np.zeros((2, 4, 4), int), "shape (2, 4, 4)"),
+        ("images.read_array", NAMES, np.array([["a"]]), "<U1 values"),
+        (
+            "masks.lazy_mask",
+            ["a = 0 0 0", "b = 9 9 9"],
+            np.array([[0, 999]]),
+            "a mask of int64",
+        ),
+    ],
+)
+def test_arrays_that_are_no_masks(
+    tmp_path: Path, code: str, classes: list, values: np.ndarray, words: str
+) -> None:
+    path = str(tmp_path / "x.npy")
+    np.save(path, values)
+    with refusal(code, "x.npy", words):
+        masks.read_mask(path, masks.parse(classes, Path("classes.txt")))
+
+
+class TestCrops:
+    """What is read of a mask is what a plain reader makes of all of it."""
+
+    def test_pixels(self, tmp_path: Path, chance: random.Random) -> None:
+        """Padded, resized as torch does it, and looked up; however the file stores it."""
+        lines = ["a = 10 20 30", "b = 200 0 7", "c = 0 0 4", "void = 9 9 9"]
+        shown = np.array([[10, 20, 30], [200, 0, 7], [0, 0, 4], [9, 9, 9]], np.uint8)
+        labels = masks.parse(lines, Path("classes.txt"))
+        for number in range(25):
+            height, width = chance.randint(1, 90), chance.randint(1, 90)
+            rng = np.random.default_rng(number)
+            stored = rng.integers(0, 4, (height, width))
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            paths = save_all(folder, shown[stored], chance)
+            numbers = np.where(stored == 3, 255, stored).astype(np.uint8)
+            for path in chance.sample(paths, 3):
+                mask = masks.lazy_mask(path, labels)
+                for _ in range(4):
+                    top, left = chance.randint(-40, 99), chance.randint(-40, 99)
+                    rows, columns = chance.randint(1, 99), chance.randint(1, 99)
+                    size = chance.randint(1, 70), chance.randint(1, 70)
+                    # from 200 rows and columns before the first to 200 after the last
+                    around = np.pad(numbers, 200, constant_values=77)
+                    part = around[200 + top :, 200 + left :][:rows, :columns]
+                    box = (top, left, rows, columns)
+                    assert np.array_equal(mask.read(box, fill=77), part)
+                    part = torch.from_numpy(part)[None, None]
+                    expected = interpolate(part, size, mode="nearest-exact")[0, 0]
+                    found = mask.read(box, size, 77)
+                    assert torch.equal(found, expected)
+                    assert found.is_contiguous()
+                assert np.array_equal(mask, numbers)
+
+    def test_unknown_values(self, tmp_path: Path) -> None:
+        """Found where they are read: outside of a crop by `check`, and by validation."""
+        Image.new("RGB", (40, 40)).save(tmp_path / "x.png")
+        numbers = np.zeros((40, 40), np.uint8)
+        numbers[30:] = 7
+        Image.fromarray(numbers).save(tmp_path / "mask.png")
+        pair = str(tmp_path / "x.png"), str(tmp_path / "mask.png")
+        part = folders.Part([pair], Format(), masks.parse(NAMES, Path("classes.txt")))
+        dataset = folders.MaskFiles(part, tuple)
+        _, mask = dataset.open(0)
+        assert not mask.read((0, 0, 30, 40), (60, 60)).any()
+        with refusal("masks.translate", "mask.png", "value 7 in 40 pixels"):
+            mask.read((0, 0, 31, 40))
+        with refusal("masks.translate", "mask.png", "value 7 in 400 pixels"):
+            mask.read()
+        assert "value 7 in 400 pixels" in check.look((dataset, 0)).error
+
+    def test_white_of_a_palette(self, tmp_path: Path) -> None:
+        """Whether 255 is white or a value is a question for the whole file, not for a crop."""
+        labels = masks.parse(["a", "b", "c", "void = 255"], Path("classes.txt"))
+        image = Image.fromarray(np.array([[0, 1, 1], [0, 2, 2]], np.uint8))
+        image.putpalette([0, 0, 0, 255, 255, 255, 1, 1, 1])
+        image.save(tmp_path / "x.png")
+        mask = masks.lazy_mask(str(tmp_path / "x.png"), labels)
+        assert mask.read((0, 0, 1, 3)).tolist() == [[0, 255, 255]]
+        assert mask.read().tolist() == [[0, 255, 255], [0, 1, 1]]
 
 
 def test_a_bmp_that_pillow_misreads(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import re
+import sys
 import warnings
 import zlib
 from collections.abc import Callable
@@ -17,15 +18,15 @@ import simplejpeg
 import tifffile
 import torch
 from generated import ROOT, TEMPLATE_FOLDER, refusal
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 import ddpkit
 from ddpkit import files
-from ddpkit.data import folders, images
-from ddpkit.data.format import Format, read_format
+from ddpkit.data import folders, images, masks, normalizing
+from ddpkit.data.format import MEAN, STD, Format, read_format
 from ddpkit.errors import DiskError, UserError
 
 RAMP = (np.arange(40 * 96).reshape(40, 96) * 17).astype(np.uint16)  # 0 to 65263
@@ -350,6 +351,28 @@ class TestDamagedJpeg:
             path.write_bytes(each)
             assert torch.equal(images.open_image(str(path)).read(), whole)
 
+    @pytest.mark.parametrize("how", [{}, {"mode": "L"}, {"mode": "CMYK"}, {"turn": 6}])
+    def test_headers_do_not_hide_pixels(self, tmp_path: Path, how: dict) -> None:
+        """libjpeg says the first thing alone: that of a profile, of bytes between the parts."""
+        exif = Image.Exif()
+        exif[0x112] = how.pop("turn", 1)
+        profile = {"icc_profile": b"x" * 500, "exif": exif, "quality": 90}
+        path = Path(save_jpeg(tmp_path / "x.jpg", size=(240, 180), **how, **profile))
+        data = path.read_bytes()
+        whole = images.open_image(str(path)).read()
+        at = data.index(b"ICC_PROFILE") + 12  # its number, of 1
+        scan = data.index(b"\xff\xda")
+        for odd in (
+            data[:at] + b"\7" + data[at + 1 :],
+            data[:scan] + b"abc\xff\xff" + data[scan:],
+        ):
+            path.write_bytes(odd)
+            assert torch.equal(images.open_image(str(path)).read(), whole)
+            for damaged in damages(odd).values():
+                path.write_bytes(damaged)
+                with refusal("images.reading", path):
+                    images.open_image(str(path)).read(size=(20, 20))
+
 
 class TestJpeg:
     def test_sizes(self, tmp_path: Path) -> None:
@@ -422,6 +445,97 @@ class TestJpeg:
             # grey levels of 256; shrunk or not
             assert here < (9 if number > 1 else 0.1)
             assert here < 0.7 * min(off(-1, 0), off(1, 0), off(0, -1), off(0, 1))
+
+
+class TestFilesOfPhones:
+    """HEIC, by a package of its own, and AVIF."""
+
+    def save(self, path: Path, **how) -> np.ndarray:
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
+        small = np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8)
+        image = Image.fromarray(small).resize((64, 48), Image.Resampling.BICUBIC)
+        image.save(path, **how)
+        return np.asarray(image)
+
+    @pytest.mark.parametrize("kind", ["HEIF", "AVIF"])
+    def test_pixels(
+        self, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nearly those that were saved, whatever the file is named."""
+        path = tmp_path / "x.jpg"
+        expected = self.save(path, format=kind, quality=95)
+        plain = [name for name in images.FORMATS if name != "HEIF"]
+        monkeypatch.setattr(images, "FORMATS", plain)
+        for _ in range(2):  # the second finds the opener
+            off = read(path).astype(int) - expected
+            assert abs(off).mean() < 9  # chroma is halved
+        assert images.FORMATS.count("HEIF") == (kind == "HEIF")
+        with refusal("masks.refuse_changed", path, kind):
+            masks.read_mask(str(path), masks.unnamed())
+
+    def test_without_the_package(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "x.heic"
+        self.save(path)
+        plain = [name for name in images.FORMATS if name != "HEIF"]
+        monkeypatch.setattr(images, "FORMATS", plain)
+        monkeypatch.setitem(sys.modules, "pillow_heif", None)
+        with refusal("images.read_heif_too", path, "pip install pillow-heif"):
+            images.open_image(str(path))
+
+
+def test_alpha(tmp_path: Path) -> None:
+    """Left out, or a channel of its own where data.json asks for it."""
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 4), np.uint8)
+    for name, how in ("x.png", {}), ("x.webp", {"lossless": True, "exact": True}):
+        path = tmp_path / name
+        Image.fromarray(pixels).save(path, **how)
+        assert np.array_equal(read(path), pixels[..., :3])
+        found = images.open_image(str(path), Format(channels=4)).read()
+        expected = torch.from_numpy(pixels).movedim(-1, 0) / 255
+        assert torch.equal(found, expected)
+    grey = Image.fromarray(pixels[..., 0])
+    Image.merge("LA", [grey, grey]).save(tmp_path / "la.png")
+    found = images.open_image(str(tmp_path / "la.png"), Format(channels=2)).read()
+    assert torch.equal(found[1], torch.from_numpy(pixels[..., 0]) / 255)
+    grey.save(tmp_path / "grey.png")
+    found = images.open_image(str(tmp_path / "grey.png"), Format(channels=1)).read()
+    assert torch.equal(found[0], torch.from_numpy(pixels[..., 0]) / 255)
+    Image.fromarray(pixels[..., :3]).save(tmp_path / "rgb.png")
+    with refusal("images.read_values", "rgb.png", "(9, 7, 3), not"):
+        images.open_image(str(tmp_path / "rgb.png"), Format(channels=4))
+
+
+def test_turned_without_loss(tmp_path: Path) -> None:
+    """PNGs as JPEGs: upright, and it is known where height and width do not show it."""
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 3), np.uint8)
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x112] = orientation
+        path = tmp_path / "x.png"
+        Image.fromarray(pixels).save(path, exif=exif)
+        image = images.open_image(str(path))
+        upright = ImageOps.exif_transpose(Image.open(path))
+        assert np.array_equal(image, upright)
+        assert image.is_turned == (orientation in (2, 3, 4))
+
+
+def test_normalised_by_rows() -> None:
+    """On a CPU, where that is faster: the bits and the layout are those of each pixel's."""
+    mean, std = torch.tensor([MEAN, STD]).mul(255).view(2, 3, 1, 1)
+    for shape in (2, 3, 5, 7), (4, 3, 1, 9), (3, 3, 9, 1), (0, 3, 4, 4):
+        for layout in torch.contiguous_format, torch.channels_last:
+            batch = torch.randint(0, 256, shape, dtype=torch.uint8)
+            batch = batch.to(memory_format=layout)
+            found = normalizing.normalize_images(batch)
+            assert torch.equal(found, (batch.float() - mean) / std)
+            assert found.stride() == batch.stride()
+    part = torch.randint(0, 256, (2, 3, 8, 9), dtype=torch.uint8)[:, :, ::2, 1:]
+    found = normalizing.normalize_images(part)
+    assert torch.equal(found, (part.float() - mean) / std)
 
 
 def test_beyond_the_edges(tmp_path: Path) -> None:
