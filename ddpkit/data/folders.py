@@ -28,6 +28,7 @@ from ddpkit.ranks import distributed
 
 # as are often beside images
 NO_IMAGES = {"", ".csv", ".db", ".ini", ".json", ".txt", ".xml"}
+LABELS_IN_TEXT = {".txt", ".json", ".xml", ".csv"}
 # Names of folders, such as train_1. Of both kinds in one part, they have been mixed up.
 SPLITS = (r"train(ing)?[\W_]*\d*", r"(val|valid|validation|test|testing)[\W_]*\d*")
 # What systems, disks and network storage make by themselves, in small letters.
@@ -120,9 +121,12 @@ def list_images(
     read = (EXTENSIONS & paths_of.keys()) or ({".npy"} & paths_of.keys())
     if not read and not (may_be_output and has_output):
         there = shorten(sorted(paths_of)) or "nothing"
+        hint = ""
+        if not paths_of.keys().isdisjoint(LABELS_IN_TEXT):
+            hint = "; python -m ddpkit convert takes labels in text"
         raise UserError(
-            f"{folder}: no images in it, but {there}; add images such as .jpg or .png, or "
-            "remove the folder"
+            f"{folder}: no images in it ({there}); add some, such as .jpg or .png, or remove the "
+            f"folder{hint}"
         )
     if read:  # else it is the folder of a run, no class
         for ending in sorted(paths_of.keys() - read - NO_IMAGES):
@@ -392,7 +396,7 @@ def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
     names = class_folders(folder)
     for name in names if place.is_flat else []:
         if places.is_part(name):
-            say_skipped("it is named as a part, no class", str(folder / name))
+            distributed.print0(f"{folder / name}: a part of the set, no class")
     if place.is_flat:
         names = [name for name in names if not places.is_part(name)]
     if not names:
@@ -464,14 +468,12 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
     if how:
         distributed.print0(f"{folder_of_masks}: {how}")
     for name in matched.images:
-        there = mask_of[matched.masks[0]] if matched.masks else "no other"
-        form = hint_at_forms(name, mask_of)
-        lack = f"{image_of[name]}: no mask of that name in {folder_of_masks}, which has {there}"
-        note(UserError(f"{lack}; {REMEDY}{form}"))
+        there = f", which has {mask_of[matched.masks[0]]}" if matched.masks else ""
+        lack = f"{image_of[name]}: no mask of that name in {folder_of_masks}{there}"
+        note(UserError(f"{lack}; {REMEDY}"))
     for name in matched.masks:
-        form = hint_at_forms(name, image_of)
         lack = f"{mask_of[name]}: no image of that name in {folder}"
-        note(UserError(f"{lack}; {REMEDY}{form}"))
+        note(UserError(f"{lack}; {REMEDY}"))
     pairs = sorted(matched.pairs.items())
     return [(image_of[image], mask_of[mask]) for image, mask in pairs]
 

@@ -7,6 +7,7 @@ pairs them otherwise.
 import bisect
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -23,7 +24,8 @@ class Rule(NamedTuple):
     """How the names of images and masks differ.
 
     image, mask: what they have besides NAME, which is the same in both; at their beginning if
-    is_first, otherwise at their end. is_folded: whether small letters are the same as capital ones.
+    is_first, otherwise at their end. is_folded: whether small letters are the same as capital ones,
+    and letters the same in each form of Unicode.
     is_whole: NAME is the image's with the ending of its file, as in 1.jpg.png.
     """
 
@@ -45,14 +47,16 @@ class Rule(NamedTuple):
                 "masks are named as the files of the images, such as NAME.jpg.png"
             )
         if self.is_folded:
-            found.append("small and capital letters are taken for the same")
+            found.append(
+                "small and capital letters and the forms of Unicode are taken for the same"
+            )
         return " and ".join(found)
 
     def base_of(self, name: str, part: str) -> str:
         """Return NAME in `name`, which has `part` besides; nothing if that cannot be."""
         if self.is_folded:
-            name = name.lower()
-            part = part.lower()
+            name = fold(name)
+            part = fold(part)
         folder, file = os.path.split(name)
         if self.is_first:
             rest = file.removeprefix(part)
@@ -126,7 +130,7 @@ def pair_by(
     for name in mask_of:
         masks.setdefault(rule.base_of(name, rule.mask), []).append(name)
     pairs: dict[str, str] = {}
-    for base in images.keys() & masks.keys() - {""}:
+    for base in sorted(images.keys() & masks.keys() - {""}):
         if len(images[base]) == len(masks[base]) == 1:
             pairs[images[base][0]] = masks[base][0]
     images_left = sorted(image_of.keys() - pairs.keys())
@@ -138,7 +142,7 @@ def suggest_rules(
     images: Iterable[str], masks: Iterable[str], is_folded: bool
 ) -> Iterator[Rule]:
     """Yield rules that may fit; each image's name and the masks' next to it suggest one."""
-    if is_folded:
+    if not is_folded:
         yield Rule(is_folded=True)
     yield Rule(is_folded=is_folded, is_whole=True)
     for is_first in False, True:
@@ -146,7 +150,7 @@ def suggest_rules(
         for names in images, masks:
             files = [os.path.basename(name) for name in names]
             if is_folded:
-                files = [file.lower() for file in files]
+                files = [fold(file) for file in files]
             if is_first:  # from behind
                 files = [file[::-1] for file in files]
             sides.append(sorted(files))
@@ -160,6 +164,10 @@ def suggest_rules(
             if all(LETTER.search(part) for part in (image, mask) if part):
                 step = -1 if is_first else 1
                 yield Rule(image[::step], mask[::step], is_first, is_folded)
+
+
+def fold(name: str) -> str:
+    return unicodedata.normalize("NFC", name).lower()
 
 
 def rests(image: str, mask: str) -> tuple[str, str]:

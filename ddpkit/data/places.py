@@ -40,7 +40,7 @@ EXPECTED = {
 }
 OTHER_TASK = {
     False: "images with masks, which are for a segmentation project",
-    True: "class folders, which are for a classification project",
+    True: "if these are classes, they are for a classification project",
 }
 
 
@@ -175,7 +175,8 @@ def find_sibling(root: Path, part: str, kinds: Sequence[str]) -> Path | None:
     for folder in inner_folders(root):
         name = folder.name.lower()
         for start in PARTS[part]:
-            if re.sub(r"^[\W_]*", "", name.removeprefix(start)) in kinds:
+            rest = re.sub(r"^[\W_]*", "", name.removeprefix(start))
+            if name.startswith(start) and rest in kinds:
                 names.add(name)
     return choose_folder(root, names)
 
@@ -237,5 +238,5 @@ def refuse_unknown(root: Path, folder: Path, has_masks: bool) -> NoReturn:
         hint = f": {OTHER_TASK[has_masks]}"
     raise UserError(
         f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}{hint}; expected "
-        f"{EXPECTED[has_masks]}; python -m ddpkit convert makes it of other formats"
+        f"{EXPECTED[has_masks]}; python -m ddpkit convert takes other formats"
     )

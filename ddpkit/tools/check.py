@@ -280,11 +280,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     labels = read_classes(root / "classes.txt") if has_masks else unnamed()
     classes: Sequence[str] = ()
     if has_masks:
-        pairs = folders.find_mask_pairs(root, note=note)
+        train, val = folders.find_mask_pairs(root, note=note)
     else:
-        *pairs, classes = folders.find_labelled(root, note=note)
+        train, val, classes = folders.find_labelled(root, note=note)
     kind = folders.MaskFiles if has_masks else folders.ImageFiles
-    parts = [kind(folders.Part(samples, format, labels), tuple) for samples in pairs]
+    parts = [
+        kind(folders.Part(samples, format, labels), tuple) for samples in (train, val)
+    ]
     survey = Survey(parts, given.workers)
     survey.errors += found
     if has_masks:
