@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -253,19 +253,23 @@ def find_parts(
     """
     # with folds DIR/val is left alone
     wanted = ["train"] if fold and part == "val" else ["train", part]
-    # by part: a list, or a place
-    found: dict[str, Any] = {}
-    read: Callable[..., Pairs]
+    # by part: what reads its list, or its folders
+    readers: dict[str, Callable[[Note], Pairs]] = {}
     if (root / "train.csv").is_file():
         columns = ["image", "mask"] if has_masks else ["file", "label"]
-        read = functools.partial(read_list, columns=columns, count=1 + has_masks)
-        found = {name: find_list(root, name) for name in wanted}
-        found = {name: path for name, path in found.items() if path}
+        for name in wanted:
+            listed = find_list(root, name)
+            if listed:
+                readers[name] = functools.partial(
+                    read_list, listed, columns, 1 + has_masks
+                )
     else:
         read = match_pairs if has_masks else read_class_folders
-        found = dict(places.find_places(root, has_masks, wanted))
-    if part == "test" and part not in found:
-        raise UserError(f"{root}: no test or test.csv in it; --eval-only test needs it")
+        for name, place in places.find_places(root, has_masks, wanted).items():
+            readers[name] = functools.partial(read, place)
+    if part == "test" and part not in readers:
+        lacking = root / ("test.csv" if (root / "train.csv").is_file() else "test")
+        raise UserError(f"{lacking}: not found; --eval-only test needs it")
     broken = set() if note else read_broken(root)
 
     def note_others(error: UserError) -> None:
@@ -273,7 +277,7 @@ def find_parts(
         if named not in broken:  # the image has no mask, or the mask no image
             (note or raise_it)(error)
 
-    pairs = {name: read(place, note=note_others) for name, place in found.items()}
+    pairs = {name: reader(note_others) for name, reader in readers.items()}
     if broken:
         pairs = leave_out(pairs, root, broken)
     return pairs["train"], pairs.get(part)
@@ -308,8 +312,9 @@ def leave_out(
             raise UserError(f"{root / BROKEN}: it leaves no image in {part}")
         found[part] = kept
     total = sum(map(len, pairs.values()))
+    names = shorten(left) or "its files are none of the set's"
     distributed.print0(
-        f"{root / BROKEN}: {len(left)} of {total} images are left out: {shorten(left)}"
+        f"{root / BROKEN}: {len(left)} of {total} images are left out: {names}"
     )
     return found
 

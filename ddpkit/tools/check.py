@@ -65,12 +65,12 @@ class Facts:
     moments: Any = 0.0
 
 
-def look_at_all(chunk: Any) -> list[Facts]:
+def look_at_all(chunk: Sequence[tuple[MapDataset, int]]) -> list[Facts]:
     """Read samples; chunk: of each the part, ImageFiles or MaskFiles, and its number there."""
     return [look(part, index) for part, index in chunk]
 
 
-def look(part: Any, index: int) -> Facts:
+def look(part: MapDataset, index: int) -> Facts:
     part.labels.meant = {}  # of this mask alone; `Survey` compares them
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, about files that it can read

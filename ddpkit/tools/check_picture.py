@@ -5,7 +5,6 @@ import io
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -100,7 +99,7 @@ def small(image: Tensor, *masks: Tensor) -> Shown:
 
 def beside_each_other(shown: Sequence[Shown], classes: Sequence[str]) -> np.ndarray:
     gap = np.full((HEIGHT, 4, 3), 255, np.uint8)
-    row: list[Any] = []
+    row: list[np.ndarray] = []
     for pixels, mask in shown:
         if row:
             row.append(gap)
