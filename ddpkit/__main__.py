@@ -1,6 +1,6 @@
 """Tools beside training, to be started in the project's folder: python -m ddpkit COMMAND
 
-  check DIR      read every file of a data set, and list what is wrong with it
+  check DIR      read every file of a data set, list what is wrong with it, and draw it
   export         write a checkpoint as an ONNX file, also with 8-bit integers
   publish        write a model card, and push it with the checkpoint to the Hugging Face hub
   where          have a run print where its ranks are

@@ -419,18 +419,26 @@ def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
                 found.append((path, name))
         except UserError as error:
             note(error)
-    refuse_splits((path[len(str(folder)) :] for path, _ in found), folder)
+    inside = [path[len(str(folder)) :] for path, _ in found]
+    refuse_splits(inside, folder)
     return found
 
 
-def refuse_splits(names: Iterable[str], folder: Path) -> None:
-    """Raise a UserError if `names`, paths in `folder`, lie in folders of several parts."""
+def refuse_splits(names: Iterable[str], folder: Path, is_whole: bool = False) -> None:
+    """Raise a UserError if `names`, paths in `folder`, lie in folders of several parts.
+
+    is_whole: the folder is that of no part, but of all there is.
+    """
     parents = {os.path.dirname(name) for name in names}
     parts = {part.lower() for parent in parents for part in Path(parent).parts}
-    if all(any(re.fullmatch(kind, part) for part in parts) for kind in SPLITS):
+    are_several = all(
+        any(re.fullmatch(kind, part) for part in parts) for kind in SPLITS
+    )
+    has_held_out = any(map(places.is_part, parts)) and is_whole
+    if are_several or has_held_out:
         raise UserError(
-            f"{folder}: folders for training and for validation or test lie in it; they "
-            "have to be the outermost: DIR/train, DIR/val, DIR/test"
+            f"{folder}: folders of parts lie in it, and all would be trained on; they have to be "
+            "the outermost: DIR/train, DIR/val, DIR/test"
         )
 
 
@@ -467,7 +475,8 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
     mask_of = index_by_name(found_masks, note)
     for names, parent in (image_of, folder), (mask_of, folder_of_masks):
         # DIR/images/train2 beside DIR/images/val2 would all be for training
-        refuse_splits(names, parent)
+        is_whole = not any(map(places.is_part, parent.parts[-2:]))
+        refuse_splits(names, parent, is_whole)
     matched = pairing.match_names(image_of, mask_of)
     how = matched.rule.describe()
     if how:

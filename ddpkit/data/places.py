@@ -91,19 +91,16 @@ def _find_places(
             found[part] = place_of_part(root, folder, part, has_masks)
     if "train" in found:
         return found
-    place = find_kinds(root)
     if has_masks:
+        place = find_kinds(root)
         if not place:
-            refuse_unknown(root, root, has_masks)
+            refuse_unknown(root, has_masks)
         parts = places_in_kinds(place, wanted)
-        if parts:
-            return {**found, **parts}
-    else:
-        inner = [each for each in inner_folders(root) if not is_part(each.name)]
-        if place or len(inner) < 2 or any(is_kind(each) for each in inner):
-            refuse_unknown(root, root, has_masks)
-        place = Place(root, is_flat=True)
-    return {"train": place, **found}
+        return {**found, **(parts or {"train": place})}
+    inner = [each for each in inner_folders(root) if not is_part(each.name)]
+    if len(inner) < 2 or any(is_kind(each) for each in inner) or has_kinds(root):
+        refuse_unknown(root, has_masks)
+    return {"train": Place(root, is_flat=True), **found}
 
 
 def is_kind(folder: Path) -> bool:
@@ -113,11 +110,11 @@ def is_kind(folder: Path) -> bool:
 
 def place_of_part(root: Path, folder: Path, part: str, has_masks: bool) -> Place:
     """Return where the images of a part are that lies in `folder`, and their masks."""
-    place = find_kinds(folder)
     if not has_masks:
-        if place:
-            refuse_unknown(root, folder, has_masks)
+        if has_kinds(folder):
+            refuse_unknown(folder, has_masks)
         return Place(folder)
+    place = find_kinds(folder)
     if place:
         return place
     images = images_in(folder)
@@ -126,7 +123,7 @@ def place_of_part(root: Path, folder: Path, part: str, has_masks: bool) -> Place
         return Place(folder, beside)
     if any(is_beside(name) for name in images):
         return Place(folder, folder)
-    refuse_unknown(root, folder, has_masks)
+    refuse_unknown(folder, has_masks)
 
 
 def places_in_kinds(place: Place, wanted: Collection[str]) -> dict[str, Place]:
@@ -167,6 +164,12 @@ def find_kinds(folder: Path) -> Place | None:
     images = choose_folder(folder, IMAGES)
     masks = choose_folder(folder, MASKS)
     return Place(images, masks) if images and masks else None
+
+
+def has_kinds(folder: Path) -> bool:
+    """Return whether there are folders of images and of masks, whichever is meant."""
+    names = {each.name.lower() for each in inner_folders(folder)}
+    return not names.isdisjoint(IMAGES) and not names.isdisjoint(MASKS)
 
 
 def find_sibling(root: Path, part: str, kinds: Sequence[str]) -> Path | None:
@@ -224,7 +227,7 @@ def is_beside(name: str) -> bool:
     return bool(BESIDE.fullmatch(os.path.splitext(os.path.basename(name))[0]))
 
 
-def refuse_unknown(root: Path, folder: Path, has_masks: bool) -> NoReturn:
+def refuse_unknown(folder: Path, has_masks: bool) -> NoReturn:
     """Raise a UserError that says what `folder` has, and what is expected."""
     inner = inner_folders(folder)
     there = [each.name for each in inner]
@@ -233,7 +236,7 @@ def refuse_unknown(root: Path, folder: Path, has_masks: bool) -> NoReturn:
     if has_masks:
         is_other = len(inner) > 1 and all(images_in(each) for each in inner)
     else:
-        is_other = find_kinds(folder) is not None
+        is_other = has_kinds(folder)
     if is_other:
         hint = f": {OTHER_TASK[has_masks]}"
     raise UserError(

@@ -414,7 +414,11 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
         (data / "yolo" / name).touch()
     with refusal("folders.list_images", "labels/train", "ddpkit convert"):
         find("masks", data / "yolo")
-    shutil.copytree(data / "yolo/images/train", data / "yolo/images/test")
+    # a test set alone, beside the images for training
+    touch_pairs(data / "loose", "{}.jpg", "{}.png", range(3))
+    place = touch_pairs(data / "loose", "test/{}.jpg", "test/{}.png", range(3))
+    with refusal("folders.refuse_splits", "all would be trained on"):
+        folders.match_pairs(place)
     (data / "yolo/images/loose.jpg").touch()
     with refusal("places.places_in_kinds", "loose.jpg"):
         find("masks", data / "yolo")
