@@ -1,4 +1,4 @@
-"""Which mask belongs to which image, by their names: 1.jpg and 1.png, or 1.jpg and 1_mask.png.
+"""Which mask belongs to which image, by their names: both NAME, or NAME and NAME_mask.
 
 Names that differ are paired if one rule fits all images and all masks of a part, and no other rule
 pairs them otherwise.
@@ -26,7 +26,7 @@ class Rule(NamedTuple):
     image, mask: what they have besides NAME, which is the same in both; at their beginning if
     is_first, otherwise at their end. is_folded: whether small letters are the same as capital ones,
     and letters the same in each form of Unicode.
-    is_whole: NAME is the image's with the ending of its file, as in 1.jpg.png.
+    is_whole: NAME is the image's with the ending of its file, as in NAME.jpg.png.
     """
 
     image: str = ""

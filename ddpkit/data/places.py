@@ -223,7 +223,7 @@ def is_image(name: str) -> bool:
 
 
 def is_beside(name: str) -> bool:
-    """Return whether an image's name, or path, says that it is a mask: 1_mask.png."""
+    """Return whether an image's name, or path, says that it is a mask, as NAME_mask does."""
     return bool(BESIDE.fullmatch(os.path.splitext(os.path.basename(name))[0]))
 
 
