@@ -1,6 +1,6 @@
 """Tools beside training, to be started in the project's folder: python -m ddpkit COMMAND
 
-  check DIR      read every file of a data set, and list what is wrong with it
+  check DIR      read every file of a data set, list what is wrong with it, and draw it
   convert SOURCE OUT
                  make such a data set from labels of COCO, YOLO, VOC, LabelMe, CVAT and others
   export         write a checkpoint as an ONNX file, also with 8-bit integers

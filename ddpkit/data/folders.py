@@ -18,30 +18,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddpkit import files
-from ddpkit.data import class_counts, masks
+from ddpkit.data import class_counts, masks, pairing, places
 from ddpkit.data.format import MEAN, STD, Format, read_format
 from ddpkit.data.images import LazyImage, open_image
+from ddpkit.data.places import EXTENSIONS, Place
 from ddpkit.data.samples import Packed
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
 
-EXTENSIONS = {
-    ".bmp",
-    ".jfif",
-    ".jpe",
-    ".jpeg",
-    ".jpg",
-    ".png",
-    ".tif",
-    ".tiff",
-    ".webp",
-}
 # as are often beside images
 NO_IMAGES = {"", ".csv", ".db", ".ini", ".json", ".txt", ".xml"}
-VAL_NAMES = ["val", "valid", "validation"]
-NO_CLASSES = {"train", "training", "test", "testing", "images", "masks"} | set(
-    VAL_NAMES
-)
+LABELS_IN_TEXT = {".txt", ".json", ".xml", ".csv"}
 # Names of folders, such as train_1. Of both kinds in one part, they have been mixed up.
 SPLITS = (r"train(ing)?[\W_]*\d*", r"(val|valid|validation|test|testing)[\W_]*\d*")
 # What systems, disks and network storage make by themselves, in small letters.
@@ -57,7 +44,15 @@ OF_PREDICTIONS = {"masks", "overlays", "legend.png"}  # what predict.py writes
 # the paths of images and their masks, or labels; then a group, if there is one
 Pairs = list[tuple]
 Fold = tuple[int, int]  # part N of K
+Note = Callable[[UserError], None]  # what becomes of an error
+BROKEN = "broken.txt"  # in DIR: the files that are left out
 SEPARATOR = ";"  # of labels
+REMEDY = "names may differ by one ending, the same for all, or list the pairs in DIR/train.csv"
+
+
+def raise_it(error: UserError) -> None:
+    """End at the first error, as training does; `check` notes all of them."""
+    raise error
 
 
 def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -125,8 +120,13 @@ def list_images(
     # arrays may be anything, such as embeddings beside the images
     read = (EXTENSIONS & paths_of.keys()) or ({".npy"} & paths_of.keys())
     if not read and not (may_be_output and has_output):
+        there = shorten(sorted(paths_of)) or "nothing"
+        hint = ""
+        if not paths_of.keys().isdisjoint(LABELS_IN_TEXT):
+            hint = "; python -m ddpkit convert takes labels in text"
         raise UserError(
-            f"{folder}: no images in it; expected {', '.join(sorted(EXTENSIONS))}"
+            f"{folder}: no images in it ({there}); add some, such as .jpg or .png, or remove the "
+            f"folder{hint}"
         )
     if read:  # else it is the folder of a run, no class
         for ending in sorted(paths_of.keys() - read - NO_IMAGES):
@@ -162,25 +162,30 @@ def collect(
     return found
 
 
-def index_by_name(found: Sequence[tuple[str, str]]) -> dict[str, str]:
+def index_by_name(
+    found: Sequence[tuple[str, str]], note: Note = raise_it
+) -> dict[str, str]:
     """Return {name: path} of (path, name) pairs; a UserError if two share a name."""
     path_of: dict[str, str] = {}
     for path, name in found:
         if name in path_of:
-            raise UserError(
+            shared = UserError(
                 f"{path} and {path_of[name]} have the same name; rename one"
             )
+            note(shared)
         path_of[name] = path
     return path_of
 
 
-def find_val(root: Path, ending: str = "") -> Path:
-    """Return the folder or list of the validation set below `root`, by any of its usual names."""
-    named = [root / f"{name}{ending}" for name in VAL_NAMES]
-    found = next(filter(Path.exists, named), named[0])
-    if found != named[0]:
-        distributed.print0(f"no {named[0]}: {found} is used for validation")
-    return found
+def find_list(root: Path, part: str) -> Path | None:
+    """Return the list of a part in `root`, by any of its usual names, if there is one."""
+    named = [root / f"{name}.csv" for name in places.PARTS[part]]
+    found = [path for path in named if path.exists()]
+    if len(found) > 1:
+        raise UserError(f"{found[0]} and {found[1]}: remove or rename one of them")
+    if found and found[0] != named[0]:
+        distributed.print0(f"no {named[0]}: {found[0]} is used for {part}")
+    return found[0] if found else None
 
 
 def hold_out(
@@ -215,16 +220,18 @@ def hold_out(
     return sorted(held)
 
 
-def split(samples: list, root: Path, fold: Fold | None = None) -> tuple[list, list]:
+def split(
+    samples: list, root: Path, fold: Fold | None = None, note: Note = raise_it
+) -> tuple[list, list]:
     """Split samples into those for training and those that `hold_out` takes; say so."""
     # by class and path, in whichever order the list or the folders have them
     samples = sorted(samples, key=lambda s: (s[1] if isinstance(s[1], int) else 0, s))
     held = hold_out(samples, root, fold)
     place = root / ("val.csv" if (root / "train.csv").is_file() else "val")
     if not 0 < len(held) < len(samples):
-        raise UserError(
-            f"{root}: too few images to split; add more, or {place}, or fewer folds"
-        )
+        few = f"{root}: {len(samples)} images for training are too few to split"
+        note(UserError(f"{few}; add more, or {place}, or fewer folds"))
+        return samples, []
     why = f"--fold {fold[0]}/{fold[1]}" if fold else f"no {place}"
     distributed.print0(
         f"{why}: {len(held)} of {len(samples)} images used for validation"
@@ -233,49 +240,83 @@ def split(samples: list, root: Path, fold: Fold | None = None) -> tuple[list, li
     return [samples[i] for i in others], [samples[i] for i in held]
 
 
-def find_train(root: Path, has_masks: bool) -> Path:
-    """Return DIR/train, or DIR if it has none but images and masks, or class folders alone."""
-    train = root / "train"
-    if train.is_dir():
-        return train
-    names = {name.lower() for name in class_folders(root)}
-    if has_masks:
-        is_train = names >= {"images", "masks"}
-    else:
-        is_train = len(names) > 1 and not names & NO_CLASSES
-    if not is_train:
-        raise UserError(
-            f"{train}: no such folder; README.md describes the expected folders"
-        )
-    distributed.print0(f"no {train}: the folders in {root} are used")
-    return root
-
-
 def find_parts(
     root: Path,
     has_masks: bool,
-    read: Callable,
     part: str = "val",
     fold: Fold | None = None,
+    note: Note | None = None,
 ) -> tuple[Pairs, Pairs | None]:
-    """Return the pairs for training and for `part`, None to `split`; of lists, else of folders."""
-    place = root / "train.csv"
-    ending = ""
-    if place.is_file():
-        ending = ".csv"
-        columns = ["image", "mask"] if has_masks else ["file", "label"]
-        read = functools.partial(read_list, columns=columns, count=1 + has_masks)
-    else:
-        place = find_train(root, has_masks)
-    if part == "test":
-        held = root / f"test{ending}"
-        if not held.exists():
-            raise UserError(f"{held}: not found; --eval-only test needs it")
-    else:
-        held = find_val(root, ending)
+    """Return the pairs for training and for `part`, None to `split`; of lists, else of folders.
+
+    Without those with a file in DIR/broken.txt, but of all with `note`, which gets all errors.
+    """
     # with folds DIR/val is left alone
-    is_held_out = not held.exists() or (fold and part == "val")
-    return read(place), None if is_held_out else read(held)
+    wanted = ["train"] if fold and part == "val" else ["train", part]
+    # by part: what reads its list, or its folders
+    readers: dict[str, Callable[[Note], Pairs]] = {}
+    if (root / "train.csv").is_file():
+        columns = ["image", "mask"] if has_masks else ["file", "label"]
+        for name in wanted:
+            listed = find_list(root, name)
+            if listed:
+                readers[name] = functools.partial(
+                    read_list, listed, columns, 1 + has_masks
+                )
+    else:
+        read = match_pairs if has_masks else read_class_folders
+        for name, place in places.find_places(root, has_masks, wanted).items():
+            readers[name] = functools.partial(read, place)
+    if part == "test" and part not in readers:
+        lacking = root / ("test.csv" if (root / "train.csv").is_file() else "test")
+        raise UserError(f"{lacking}: not found; --eval-only test needs it")
+    broken = set() if note else read_broken(root)
+
+    def note_others(error: UserError) -> None:
+        named = os.path.abspath(error.line.partition(": ")[0])
+        if named not in broken:  # the image has no mask, or the mask no image
+            (note or raise_it)(error)
+
+    pairs = {name: reader(note_others) for name, reader in readers.items()}
+    if broken:
+        pairs = leave_out(pairs, root, broken)
+    return pairs["train"], pairs.get(part)
+
+
+def read_broken(root: Path) -> set[str]:
+    """Return the files that DIR/broken.txt lists: a path in each line, after # a remark."""
+    path = root / BROKEN
+    if not path.is_file():
+        return set()
+    text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    lines = [line.strip() for line in text.split("\n")]
+    names = [line for line in lines if line and not line.startswith("#")]
+    return {os.path.abspath(root / name) for name in names}
+
+
+def leave_out(
+    pairs: dict[str, Pairs], root: Path, broken: set[str]
+) -> dict[str, Pairs]:
+    """Return the pairs, by part, without those that have a file of `broken`; say which."""
+    found: dict[str, Pairs] = {}
+    left: list[str] = []
+    for part, samples in pairs.items():
+        kept = []
+        for sample in samples:
+            # a label is no file, even if its name is one
+            if broken.isdisjoint(map(os.path.abspath, sample[:2])):
+                kept.append(sample)
+            else:
+                left.append(os.path.relpath(sample[0], root))
+        if not kept:
+            raise UserError(f"{root / BROKEN}: it leaves no image in {part}")
+        found[part] = kept
+    total = sum(map(len, pairs.values()))
+    names = shorten(left) or "its files are none of the set's"
+    distributed.print0(
+        f"{root / BROKEN}: {len(left)} of {total} images are left out: {names}"
+    )
+    return found
 
 
 def class_numbers(label: int | str) -> list[int]:
@@ -286,13 +327,18 @@ def class_numbers(label: int | str) -> list[int]:
 
 
 def find_labelled(
-    root: Path, part: str = "val", fold: Fold | None = None
+    root: Path,
+    part: str = "val",
+    fold: Fold | None = None,
+    note: Note | None = None,
 ) -> tuple[list, list, list[str]]:
     """Return the samples for training and for validation, and the classes.
 
     If any label in the lists has a SEPARATOR, images have several labels, or none.
+    note: as of `find_parts`.
     """
-    train, val = find_parts(root, False, read_class_folders, part, fold)
+    train, val = find_parts(root, False, part, fold, note)
+    note = note or raise_it
     is_list = (root / "train.csv").is_file()  # the name of a folder is one class
     several = is_list and any(SEPARATOR in sample[1] for sample in train)
     names = names_in(train, several)
@@ -300,18 +346,15 @@ def find_labelled(
     are_numbers = all(name.isdecimal() for name in names)
     classes = sorted(names, key=lambda name: (int(name) if are_numbers else 0, name))
     if len(classes) < 2:
-        raise UserError(
-            f"{root}: {len(classes)} class(es) for training; at least two are needed"
-        )
-    unknown = min(names_in(val or [], several) - names, default=None)
-    if unknown is not None:
+        few = f"{root}: {len(classes)} class(es) for training; at least two are needed"
+        note(UserError(few))
+    for unknown in sorted(names_in(val or [], several) - names):
         form = hint_at_forms(unknown, classes)
-        raise UserError(
-            f"{root}: class {unknown} of validation is not in the training set{form}"
-        )
+        line = f"{root}: class {unknown} of validation is not in the training set{form}"
+        note(UserError(line))
     train = with_numbers(train, classes, several)
     if val is None:
-        train, val = split(train, root, fold)
+        train, val = split(train, root, fold, note)
     else:
         val = with_numbers(val, classes, several)
     return train, val, classes
@@ -332,10 +375,13 @@ def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs
     number_of = {name: number for number, name in enumerate(classes)}
     found = []
     for sample in samples:
-        # without doubles, such as "cat; cat"
-        own = sorted({number_of[name] for name in labels_in(sample[1], several)})
-        label = SEPARATOR.join(map(str, own)) if several else own[0]
-        found.append((sample[0], label, *sample[2:]))
+        # without doubles, such as "cat; cat"; unknown ones come in `check` alone
+        known = number_of.keys() & set(labels_in(sample[1], several))
+        own = sorted(number_of[name] for name in known)
+        if several:
+            found.append((sample[0], SEPARATOR.join(map(str, own)), *sample[2:]))
+        elif own:
+            found.append((sample[0], own[0], *sample[2:]))
     return sorted(found, key=itemgetter(1))
 
 
@@ -349,32 +395,50 @@ def class_folders(folder: Path) -> list[str]:
     return [name for name in inner if name not in FOLDERS_OF_RUNS]
 
 
-def read_class_folders(folder: Path) -> Pairs:
+def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
+    """Return (path, class name) of all images in the class folders of a place."""
+    folder = place.images
     names = class_folders(folder)
+    for name in names if place.is_flat else []:
+        if places.is_part(name):
+            distributed.print0(f"{folder / name}: a part of the set, no class")
+    if place.is_flat:
+        names = [name for name in names if not places.is_part(name)]
     if not names:
         raise UserError(
             f"{folder}: no class folders in it; README.md describes what is expected"
         )
     found: Pairs = []
     for name in names:
-        if name.encode("utf-8", "ignore").decode() != name:
-            raise UserError(
-                f"{folder / name}: the class name is not UTF-8; rename the folder"
-            )
-        for path in list_images(folder / name, may_be_output=True):
-            found.append((path, name))
-    refuse_splits((path[len(str(folder)) :] for path, _ in found), folder)
+        try:
+            if name.encode("utf-8", "ignore").decode() != name:
+                raise UserError(
+                    f"{folder / name}: the class name is not UTF-8; rename the folder"
+                )
+            for path in list_images(folder / name, may_be_output=True):
+                found.append((path, name))
+        except UserError as error:
+            note(error)
+    inside = [path[len(str(folder)) :] for path, _ in found]
+    refuse_splits(inside, folder)
     return found
 
 
-def refuse_splits(names: Iterable[str], folder: Path) -> None:
-    """Raise a UserError if `names`, paths in `folder`, lie in folders of several parts."""
+def refuse_splits(names: Iterable[str], folder: Path, is_whole: bool = False) -> None:
+    """Raise a UserError if `names`, paths in `folder`, lie in folders of several parts.
+
+    is_whole: the folder is that of no part, but of all there is.
+    """
     parents = {os.path.dirname(name) for name in names}
     parts = {part.lower() for parent in parents for part in Path(parent).parts}
-    if all(any(re.fullmatch(kind, part) for part in parts) for kind in SPLITS):
+    are_several = all(
+        any(re.fullmatch(kind, part) for part in parts) for kind in SPLITS
+    )
+    has_held_out = any(map(places.is_part, parts)) and is_whole
+    if are_several or has_held_out:
         raise UserError(
-            f"{folder}: folders for training and for validation or test lie in it; they "
-            "have to be the outermost: DIR/train, DIR/val, DIR/test"
+            f"{folder}: folders of parts lie in it, and all would be trained on; they have to be "
+            "the outermost: DIR/train, DIR/val, DIR/test"
         )
 
 
@@ -388,46 +452,49 @@ def hint_at_forms(name: str, others: Iterable[str]) -> str:
 
 
 def find_mask_pairs(
-    root: Path,
-    match: Callable[[Path], Pairs],
-    part: str = "val",
-    fold: Fold | None = None,
+    root: Path, part: str = "val", fold: Fold | None = None, note: Note | None = None
 ) -> tuple[Pairs, Pairs]:
-    train, val = find_parts(root, True, match, part, fold)
-    return split(train, root, fold) if val is None else (train, val)
+    """Return the pairs of paths for training and for validation; note: as of `find_parts`."""
+    train, val = find_parts(root, True, part, fold, note)
+    if val is None:
+        return split(train, root, fold, note or raise_it)
+    return train, val
 
 
-def find_names(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield {name: path} of the images in `folder`, then of the masks."""
-    for place in folder / "images", folder / "masks":
-        if not place.is_dir():
-            there = shorten(sorted(os.listdir(folder)))
-            raise UserError(
-                f"{place}: no such folder; {folder} has {there}; rename the right one"
-            )
-        path_of = index_by_name(collect([place]))
-        # DIR/images/train beside DIR/images/val would all be for training
-        refuse_splits(path_of, place)
-        yield path_of
+def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
+    """Return (image path, mask path) of the images in a place; a line says how names differ."""
+    folder = place.images
+    folder_of_masks = place.masks or folder
+    found = collect([folder])
+    if folder_of_masks == folder:  # the names tell
+        found_masks = [each for each in found if places.is_beside(each[0])]
+        found = [each for each in found if not places.is_beside(each[0])]
+    else:
+        found_masks = collect([folder_of_masks])
+    image_of = index_by_name(found, note)
+    mask_of = index_by_name(found_masks, note)
+    for names, parent in (image_of, folder), (mask_of, folder_of_masks):
+        # DIR/images/train2 beside DIR/images/val2 would all be for training
+        is_whole = not any(map(places.is_part, parent.parts[-2:]))
+        refuse_splits(names, parent, is_whole)
+    matched = pairing.match_names(image_of, mask_of)
+    how = matched.rule.describe()
+    if how:
+        distributed.print0(f"{folder_of_masks}: {how}")
+    for name in matched.images:
+        there = f", which has {mask_of[matched.masks[0]]}" if matched.masks else ""
+        lack = f"{image_of[name]}: no mask of that name in {folder_of_masks}{there}"
+        note(UserError(f"{lack}; {REMEDY}"))
+    for name in matched.masks:
+        lack = f"{mask_of[name]}: no image of that name in {folder}"
+        note(UserError(f"{lack}; {REMEDY}"))
+    pairs = sorted(matched.pairs.items())
+    return [(image_of[image], mask_of[mask]) for image, mask in pairs]
 
 
-def match_pairs(folder: Path) -> Pairs:
-    """Return (image path, mask path) for each name in `folder`/images and `folder`/masks."""
-    image_of, mask_of = find_names(folder)
-    unmatched = sorted(image_of.keys() ^ mask_of.keys())
-    if unmatched:
-        name = unmatched[0]
-        has_image = name in image_of
-        lack = folder / ("masks" if has_image else "images")
-        form = hint_at_forms(name, mask_of if has_image else image_of)
-        raise UserError(
-            f"{image_of.get(name) or mask_of[name]}: nothing of that name in {lack}; names must "
-            f"be equal but for their endings, or list the pairs in DIR/train.csv{form}"
-        )
-    return [(image_of[name], mask_of[name]) for name in sorted(image_of)]
-
-
-def read_list(path: Path, columns: Sequence[str], count: int) -> list[tuple]:
+def read_list(
+    path: Path, columns: Sequence[str], count: int, note: Note = raise_it
+) -> list[tuple]:
     """Return the values of `columns` in each row of a CSV file; the first `count` are paths.
 
     A column `group`, if there is one, comes last.
@@ -450,7 +517,10 @@ def read_list(path: Path, columns: Sequence[str], count: int) -> list[tuple]:
                 # as spreadsheets leave below the last one
                 if "".join(row[name] for name in names).strip():
                     line = f"{path}, line {table.line_num}"
-                    found.append(_read_row(line, row, wanted, path.parent, count))
+                    try:
+                        found.append(_read_row(line, row, wanted, path.parent, count))
+                    except UserError as error:
+                        note(error)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
             f"{path}: cannot be read ({error}); save it as CSV in UTF-8"
@@ -617,7 +687,7 @@ def find_masks(
         train, val, classes = ddpkit.find_masks(Path("data/demo"))
         train_set = SegmentationDataset(train, train_transform)
     """
-    pairs, val_pairs = find_mask_pairs(data, match_pairs, part, fold)
+    pairs, val_pairs = find_mask_pairs(data, part, fold)
     labels = masks.read_classes(data / "classes.txt")
     train, val = _make_parts(data, pairs, val_pairs, mean, std)
     train.labels = labels

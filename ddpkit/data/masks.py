@@ -1,7 +1,8 @@
 """Masks: from the values or colours in their files to class numbers, as DIR/classes.txt says.
 
 Its lines are NAME, NAME = VALUE or NAME = R G B, in the order of the class numbers, and # begins a
-comment. A line with the name "void" and a value or colour is no class: such pixels count neither in
+comment. A class of several values or colours has a line for each. A line with the name "void" is no
+class: pixels of its value or colour, or of its place if lines have names alone, count neither in
 loss nor in metrics.
 
 With colours a pixel means what it shows, however its file stores it. Without, a grey pixel means
@@ -59,7 +60,10 @@ class Labels(Classes):
         greys: dict[int, int] = {}
         self.colored = {0: VOID}  # never empty, for `_look_up`: no opaque colour is 0
         if kind == 3:
-            super().__init__(names, [c for c, n in keys.items() if n != VOID])
+            first: dict[int, tuple] = {}  # of a class with several colours
+            for color, number in keys.items():
+                first.setdefault(number, color)
+            super().__init__(names, [first[number] for number in range(len(names))])
             for color, number in keys.items():
                 opaque = bytes(color) + b"\xff"  # RGBA, as Pillow has it in memory
                 self.colored[int.from_bytes(opaque, "little")] = number
@@ -102,19 +106,24 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
         key = tuple(map(int, re.findall(r"-?\d+", match[2] or ""))) if match else ()
         if not match or (len(key) == 3 and max(key) > 255):
             raise UserError(f"{path}, line {row}: expected one of {FORMS}")
-        rows.append((match[1], key, bool(key) and match[1].lower() == "void"))
+        rows.append((match[1], key, match[1].lower() == "void"))
     # The first class decides how many numbers each line has: 0, 1 or 3.
     kind = next((len(key) for _, key, is_void in rows if not is_void), 0)
     names: list[str] = []
     keys: dict[tuple, int] = {}
+    place = 0  # among the lines with a name alone
     for name, given, is_void in rows:
-        key = given or (len(names),)
-        if len(given) != (max(kind, 1) if is_void else kind):
+        key = given or (place,)
+        place += not given
+        # beside names alone, void may have a value
+        if len(given) != kind and not (is_void and kind == 0 and len(given) == 1):
             raise UserError(f"{path}: {name}: write all lines in one way: {FORMS}")
-        if name in names or key in keys:
+        if key in keys or (name in names and not given):
             raise UserError(f"{path}: {name}: its name or its value comes twice")
         if is_void:
             keys[key] = VOID  # no class
+        elif name in names:  # one class may have several values
+            keys[key] = names.index(name)
         else:
             keys[key] = len(names)
             names.append(name)

@@ -225,8 +225,16 @@ def lay_out(figure: "Figure") -> None:
         axes.images[0].set_interpolation("auto" if scale < 1 else "nearest")
 
 
-def draw_legend(figure: "Figure", classes: Sequence[str], present: set[int]) -> None:
-    """Draw the colours of the classes in `present`; numbers that are no class stand for void."""
+def draw_legend(
+    figure: "Figure",
+    classes: Sequence[str],
+    present: set[int],
+    without: str = "not tinted",
+) -> None:
+    """Draw the colours of the classes in `present`; numbers that are no class stand for void.
+
+    without: what is said of black ones.
+    """
     from matplotlib.patches import Patch
 
     colors = colors_of(classes, 256) / 255
@@ -234,7 +242,7 @@ def draw_legend(figure: "Figure", classes: Sequence[str], present: set[int]) -> 
     entries = []
     for i in sorted({min(number, len(classes)) for number in present}):
         name = clip(classes[i]) if i < len(classes) else "void"
-        hint = "" if colors[i].any() else " (not tinted)"
+        hint = "" if colors[i].any() else f" ({without})"
         label = f" {name}{hint}"  # a leading underscore would leave an entry out
         entries.append(Patch(facecolor=colors[i], edgecolor="black", label=label))
     figure.legend(

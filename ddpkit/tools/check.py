@@ -1,6 +1,8 @@
-"""Check a data set before training: python -m ddpkit check DIR
+"""Check a data set before training: python -m ddpkit check DIR [main.py's flags]
 
-Reads every file once, and prints what is in them and all that is wrong with them.
+Reads every file once, and prints what is in them and all that is wrong with them. Draws check.png:
+a dozen training images with their classes, or the outlines of their masks, and beside each what
+dataset.py makes of it, with the flags of main.py that follow DIR, such as --augment rotation.
 
 The exit status is 1 if there are errors: files that cannot be read, images without masks and masks
 without images, sizes that differ, values that are no class, images that need another value_range in
@@ -12,9 +14,10 @@ Whatever else training refuses is told in one line, with status 2.
 import hashlib
 import json
 import math
+import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from ddpkit import files
 from ddpkit.data import folders, loading
 from ddpkit.data.format import NAME, Format, read_format, write_format
 from ddpkit.data.masks import (
@@ -33,14 +37,17 @@ from ddpkit.data.masks import (
     add_meanings,
     explain_values,
     read_classes,
+    unnamed,
 )
 from ddpkit.data.samples import MapDataset
-from ddpkit.errors import UserError, shorten
+from ddpkit.errors import UserError, escape, shorten
 from ddpkit.ranks import distributed, process
 from ddpkit.ranks.cpus import cpus
 from ddpkit.run.flags import Parser
+from ddpkit.tools.check_picture import draw_check
 
 PARTS = ("train", "val")
+CHUNK = 8  # samples that a worker reads at once: what is passed on takes time, too
 
 
 @dataclass
@@ -58,9 +65,12 @@ class Facts:
     moments: Any = 0.0
 
 
-def look(key: Any) -> Facts:
-    """Read a sample; key: its part, ImageFiles or MaskFiles, and its number there."""
-    part, index = key
+def look_at_all(chunk: Sequence[tuple[MapDataset, int]]) -> list[Facts]:
+    """Read samples; chunk: of each the part, ImageFiles or MaskFiles, and its number there."""
+    return [look(part, index) for part, index in chunk]
+
+
+def look(part: MapDataset, index: int) -> Facts:
     part.labels.meant = {}  # of this mask alone; `Survey` compares them
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, about files that it can read
@@ -69,8 +79,9 @@ def look(key: Any) -> Facts:
             seen = image.decode(1)
             numbers = [mask.decode(1) for mask in masks]
         except Exception as error:  # Pillow raises many kinds for malformed files
-            line = f"{part.samples[index][0]}: {error!r}"
-            return Facts(getattr(error, "line", line))
+            path = part.samples[index][0]
+            line = getattr(error, "line", f"{path}: {error!r}")
+            return Facts(line)
     digest = hashlib.blake2b(np.ascontiguousarray(seen).data, digest_size=8).hexdigest()
     facts = Facts(size=(image.height, image.width), pixels=f"{seen.shape} {digest}")
     facts.meant = part.labels.meant
@@ -91,11 +102,20 @@ def look(key: Any) -> Facts:
     return facts
 
 
+def flatten(loader: DataLoader, bar: tqdm) -> Iterator[Facts]:
+    with bar:
+        for chunk in loader:
+            yield from chunk
+            bar.update(len(chunk))
+
+
 class Survey:
     """What all samples of the two parts have shown."""
 
     def __init__(self, parts: Sequence[MapDataset], workers: int) -> None:
         self.errors: list[str] = []
+        # By the image's path: why training cannot use it, or its mask.
+        self.broken: dict[str, str] = {}
         self.warnings: list[str] = []
         self.sizes: tuple[list, list] = ([], [])
         # by part and class number
@@ -106,18 +126,19 @@ class Survey:
         turned: list[str] = []
         mixed = ""
         first: dict[str, tuple[int, str]] = {}  # part and path, by the pixels' digest
-        # as a data set: DataLoader hands each key to `look`, in a worker
+        # as a data set: DataLoader hands each chunk of keys to a worker
         keys: MapDataset = [
             (part, index) for part in parts for index in range(len(part))
         ]
         options = loading.workers(workers, torch.device("cpu"))
-        loader: DataLoader = DataLoader(keys, None, collate_fn=look, **options)
-        shown = tqdm(loader, unit="sample", disable=None)  # on a terminal alone
-        for (part, index), facts in zip(keys, shown, strict=True):
+        loader: DataLoader = DataLoader(keys, CHUNK, collate_fn=look_at_all, **options)
+        # the bar is on a terminal alone
+        bar = tqdm(total=len(keys), unit="sample", disable=None)
+        for (part, index), facts in zip(keys, flatten(loader, bar), strict=True):
             number = parts.index(part)  # 0: training
             path = part.samples[index][0]
             if facts.error:
-                self.errors.append(facts.error)
+                self.broken[path] = facts.error
                 continue
             self.sizes[number].append(facts.size)
             if facts.is_turned:
@@ -144,6 +165,20 @@ class Survey:
                 f"{turned[0]}: EXIF turns this image and {len(turned) - 1} others; their "
                 "masks have to be upright"
             )
+
+    def separate_left_out(self, root: Path) -> None:
+        """Make errors of what cannot be used, and warnings of what DIR/broken.txt leaves out."""
+        listed = folders.read_broken(root)
+        lines = list(self.broken.items())
+        # of names without a partner
+        lines += [(line.partition(": ")[0], line) for line in self.errors]
+        self.errors = []
+        for path, line in lines:
+            named = line.partition(": ")[0]  # the mask may be
+            if not listed.isdisjoint([os.path.abspath(path), os.path.abspath(named)]):
+                self.warnings.append(f"left out by {folders.BROKEN}: {line}")
+            else:
+                self.errors.append(line)
 
     def name_classes(self, labels: Labels, root: Path) -> list[str]:
         """Return the classes of masks; add an error of too few, or of numbers in val alone."""
@@ -214,8 +249,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="write what the report proposes for DIR/data.json",
     )
-    given = parser.parse_args(argv)
+    add(
+        "--skip-broken",
+        action="store_true",
+        help="write DIR/broken.txt: the images that training then leaves out",
+    )
+    add(
+        "--picture",
+        type=Path,
+        default=Path("check.png"),
+        metavar="PATH",
+        help="what to draw",
+    )
+    given, flags = parser.parse_known_args(argv)
     root = given.data
+    # a mistake in them shows before all files are read
+    args = process.own("flags").parse_args(["--data", str(root), *flags])
     format = read_format(root)
     torch.set_num_threads(1)  # as in a loader worker
     distributed.setup(alone=True)
@@ -224,28 +273,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         isinstance(kind, type) and issubclass(kind, folders.MaskFiles)
         for kind in vars(process.own("dataset")).values()
     )
-    parts: list[MapDataset]
+    found: list[str] = []
+
+    def note(error: UserError) -> None:
+        found.append(error.line)
+
+    labels = read_classes(root / "classes.txt") if has_masks else unnamed()
+    classes: Sequence[str] = ()
     if has_masks:
-        unmatched: list[str] = []
-        labels = read_classes(root / "classes.txt")
-        parts = [
-            folders.MaskFiles(folders.Part(pairs, format, labels), tuple)
-            for pairs in match_files(root, unmatched)
-        ]
-        survey = Survey(parts, given.workers)
-        survey.errors += unmatched
-        names = dict(enumerate(survey.name_classes(labels, root)))
-        names[VOID] = "void"
+        train, val = folders.find_mask_pairs(root, note=note)
     else:
-        train, val, classes = folders.find_labelled(root)
-        parts = [
-            folders.ImageFiles(folders.Part(samples, format), tuple)
-            for samples in (train, val)
-        ]
-        survey = Survey(parts, given.workers)
-        names = dict(enumerate(classes))
+        train, val, classes = folders.find_labelled(root, note=note)
+    kind = folders.MaskFiles if has_masks else folders.ImageFiles
+    parts = [
+        kind(folders.Part(samples, format, labels), tuple) for samples in (train, val)
+    ]
+    survey = Survey(parts, given.workers)
+    survey.errors += found
+    if has_masks:
+        classes = survey.name_classes(labels, root)
+    names = dict(enumerate(classes))
+    if has_masks:
+        names[VOID] = "void"
     for line in survey.lines(names, has_masks):
         distributed.print0(line)
+    if given.skip_broken:
+        write_broken(root, survey.broken)
+    survey.separate_left_out(root)
     for line in sorted(survey.errors):
         distributed.print0(f"error: {line}")
     for line in survey.warnings:
@@ -256,28 +310,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         distributed.print0(f"{NAME} {json.dumps(wanted.keys())} ({how})")
     if given.write:
         write_format(root, wanted)
+    draw_check(given.picture, args)
     distributed.print0(f"{len(survey.errors)} errors, {len(survey.warnings)} warnings")
     distributed.teardown()
     sys.exit(1 if survey.errors else 0)
 
 
-def match_files(root: Path, errors: list[str]) -> Sequence[folders.Pairs]:
-    """Return the pairs for training and for validation; images and masks without are errors."""
-
-    def match(folder: Path) -> folders.Pairs:
-        images, masks = folders.find_names(folder)
-        for path_of, others, lack in (images, masks, "mask"), (masks, images, "image"):
-            for name in path_of.keys() - others.keys():
-                form = folders.hint_at_forms(name, others)
-                errors.append(f"{path_of[name]}: no {lack} of that name{form}")
-        both = sorted(images.keys() & masks.keys())
-        return [(images[name], masks[name]) for name in both]
-
-    try:
-        return folders.find_mask_pairs(root, match)
-    except UserError as error:
-        if not errors:
-            raise
-        # Too few have a partner: what is wrong are the names.
-        errors.append(error.line)
-        return [], []
+def write_broken(root: Path, broken: Mapping[str, str]) -> None:
+    """Write DIR/broken.txt anew: each image that cannot be used, below a remark that says why."""
+    path = root / folders.BROKEN
+    lines = [
+        "# What training leaves out; written by python -m ddpkit check --skip-broken"
+    ]
+    for image, reason in sorted(broken.items()):
+        name = os.path.relpath(image, root)
+        if "\n" in name:
+            continue  # it stays an error
+        lines.append(f"# {escape(reason)}")
+        # a # or a space at its beginning would not be taken for the name's
+        lines.append(os.path.join(".", name))
+    with files.writing(path) as tmp_path:
+        text = "\n".join(lines) + "\n"
+        tmp_path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    distributed.print0(f"{path}: lists {len(broken)} images, which training leaves out")

@@ -11,8 +11,10 @@ from PIL import Image
 RIGHT = 6  # an orientation in EXIF
 
 
-def check(project: Project, data: Path) -> Done:
-    return project.run(data, "--workers", 2, script="ddpkit check", on=1)
+def check(project: Project, data: Path, *flags: object) -> Done:
+    picture = ["--picture", data.with_name(f"{data.name}.png")]
+    given = [data, "--workers", 2, *picture, *flags]
+    return project.run(*given, script="ddpkit check", on=1)
 
 
 def holds(done: Done, data: Path, *expected: tuple[str, str]) -> None:
@@ -71,10 +73,14 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         image.save(data / "val/b/saved again.bmp")
     painter.copy("train/a/2.png", "train/b/clash.png")
     painter.copy("train/a/3.png", "train/a/twice.png")
+    (data / "train/empty").mkdir()
+    painter.image("val/unknown/0.png")
     done = check(project, data)
     holds(
         done,
         data,
+        ("error: train/empty: ", "no images in it"),
+        (f"error: {data}: ", "class unknown of validation"),
         ("error: train/a/cut.jpg: ", "cannot be read"),
         ("error: train/b/text.png: ", "cannot be read"),
         ("error: val/a/none.tif: ", "cannot be read"),
@@ -84,9 +90,7 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         ("warning: train/a/twice.png: ", "train/a/3.png"),
     )
     assert "train     13 images; " in done.out
-    assert done.out.splitlines()[-1] == "5 errors, 2 warnings"
-    (data / "train/empty").mkdir()
-    check(project, data).refused("folders.list_images", "empty")
+    assert done.out.splitlines()[-1] == "7 errors, 2 warnings"
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
@@ -148,6 +152,89 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
         ("warning: train/images/two masks.png: ", "train/images/2.png"),
     )
     assert done.out.splitlines()[-1] == "8 errors, 3 warnings"
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_names_that_never_match(project: Project, tmp_path: Path) -> None:
+    """Each is named, also if nothing is left to be divided."""
+    painter = Painter(tmp_path / "set")
+    for number in range(3):
+        painter.image(f"train/images/a{number}.png")
+        painter.mask(f"train/masks/{number}1.png")
+    done = check(project, tmp_path / "set")
+    assert done.status == 1
+    for number in range(3):
+        assert f"images/a{number}.png: no mask of that name in " in done.out
+        assert f"masks/{number}1.png: no image of that name in " in done.out
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) -> None:
+    """--skip-broken lists them for training, which leaves them out on all ranks."""
+    data = shutil.copytree(few, tmp_path / "own")
+    images = sorted((data / "train/images").iterdir())
+    broken = [images[3], images[9]]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:300])
+    done = check(project, data)
+    assert done.out.splitlines()[-1] == "2 errors, 0 warnings"
+    for _ in range(2):  # the second time it is written anew
+        done = check(project, data, "--skip-broken").ok()
+        assert done.out.count("\nwarning: left out by broken.txt: ") == 2
+        assert done.out.splitlines()[-1] == "0 errors, 2 warnings"
+    text = (data / "broken.txt").read_text()
+    for path in broken:
+        assert f"\n./{path.relative_to(data)}\n" in text
+    done = project.train(data, tmp_path / "run", on=2).ok()
+    assert done.out.count("broken.txt: 2 of 32 images are left out: ") == 1
+    # a file that is whole again is read again
+    shutil.copy(few / "train/images" / broken[0].name, broken[0])
+    check(project, data, "--skip-broken").ok()
+    text = (data / "broken.txt").read_text()
+    assert broken[0].name not in text
+    assert broken[1].name in text
+
+
+class TestThePicture:
+    """check.png."""
+
+    @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+    def test_of_masks(self, project: Project, tmp_path: Path) -> None:
+        """Outlines in the user's colours, of the image and of what dataset.py makes of it."""
+        painter = Painter(tmp_path / "set")
+        for number in range(8):
+            mask = np.zeros((64, 64), np.uint8)
+            mask[20:40, 16:48] = 1
+            painter.save(
+                f"train/images/{number}.png", np.full((64, 64, 3), 90, np.uint8)
+            )
+            painter.save(f"train/masks/{number}_mask.png", mask)
+        text = "ground = 0 0 0\nhole = 3 250 7\n"
+        (tmp_path / "set/classes.txt").write_text(text)
+        for path in (tmp_path / "set/train/masks").iterdir():
+            mask = np.asarray(Image.open(path))
+            Image.fromarray(mask[..., None] * np.uint8([3, 250, 7])).save(path)
+        (tmp_path / "set/train/images/5.png").write_bytes(b"text")
+        done = check(project, tmp_path / "set", "--image-size", 64)
+        assert done.status == 1
+        assert "set.png: 6 training images" in done.out
+        drawn = np.asarray(Image.open(tmp_path / "set.png").convert("RGB")).astype(int)
+        is_line = np.abs(drawn - [3, 250, 7]).max(2) < 40
+        # of the images, and in the legend; not the inner part of a hole
+        assert 0.005 < is_line.mean() < 0.1
+
+    def test_flags(self, project: Project, data: Path, tmp_path: Path) -> None:
+        """Those of main.py decide what is drawn; a wrong one is said before a file is read."""
+        plain = tmp_path / "plain.png"
+        black = tmp_path / "erased.png"
+        for path, flags in (plain, []), (black, ["--augment", "erasing,vflip"]):
+            given = [data, "--workers", 0, "--image-size", 32, "--picture", path]
+            project.run(*given, *flags, script="ddpkit check", on=1).ok()
+        first = np.asarray(Image.open(plain).convert("RGB"))
+        second = np.asarray(Image.open(black).convert("RGB"))
+        assert first.shape == second.shape
+        assert (first != second).any()
+        check(project, data, "--augmnt", "x").refused("flags.error", "--augmnt")
 
 
 @both_tasks

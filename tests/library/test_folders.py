@@ -4,7 +4,7 @@ import csv
 import os
 import shutil
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,10 @@ from PIL import Image
 from ranks import on_ranks
 
 import ddpkit
-from ddpkit.data import folders
+from ddpkit.data import folders, places
+from ddpkit.data.places import Place
+from ddpkit.data.samples import fingerprint
 from ddpkit.errors import UserError
-from ddpkit.tools import check
 
 KINDS = "labels", "masks"
 
@@ -66,7 +67,12 @@ def save_mask(size: tuple[int, int], value: int) -> Callable[[Path], None]:
 
 
 SPOILT = [
-    ("labels", lambda d: shutil.rmtree(d / "train"), "folders.find_train", ["train"]),
+    (
+        "labels",
+        lambda d: shutil.rmtree(d / "train"),
+        "places.refuse_unknown",
+        ["it has val", "DIR/train/CLASS"],
+    ),
     (
         "labels",
         lambda d: empty(d / "train/dots"),
@@ -99,9 +105,9 @@ SPOILT = [
     ),
     (
         "masks",
-        lambda d: (d / "train/masks").rename(d / "train/labels"),
-        "folders.find_names",
-        ["labels"],
+        lambda d: (d / "train/masks").rename(d / "train/odd"),
+        "places.refuse_unknown",
+        ["it has images, odd", "DIR/images/train"],
     ),
     (
         "masks",
@@ -209,7 +215,7 @@ def test_an_empty_class_stays_an_error(tmp_path: Path) -> None:
     for name in "a", "b":
         (tmp_path / name).mkdir()
     with refusal("folders.list_images", tmp_path / "a"):
-        folders.read_class_folders(tmp_path)
+        folders.read_class_folders(Place(tmp_path))
 
 
 def test_output_below_inputs(tmp_path: Path) -> None:
@@ -249,18 +255,18 @@ def test_parts_in_folders(drawn: Callable) -> None:
         (classes / name).mkdir(parents=True)
         (classes / name / "x.jpg").touch()
     with refusal("folders.refuse_splits", classes):
-        folders.read_class_folders(classes)
+        folders.read_class_folders(Place(classes))
 
 
 def test_forms_of_unicode(tmp_path: Path) -> None:
-    """Names that look the same in a line are said to differ, and how."""
+    """Names that look the same are paired; of classes they are said to differ, and how."""
     one = unicodedata.normalize("NFC", "caf\xe9")
     other = unicodedata.normalize("NFD", "caf\xe9")
     for name in f"images/{one}.jpg", f"masks/{other}.png":
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
-    with refusal("folders.match_pairs", "Unicode"):
-        folders.match_pairs(tmp_path)
+    pairs = folders.match_pairs(Place(tmp_path / "images", tmp_path / "masks"))
+    assert len(pairs) == 1
     for row in f"train/{one}", "train/b", f"val/{other}":
         (tmp_path / row).mkdir(parents=True)
         (tmp_path / row / "x.jpg").touch()
@@ -268,17 +274,193 @@ def test_forms_of_unicode(tmp_path: Path) -> None:
         folders.find_labelled(tmp_path)
 
 
-def test_names_that_never_match(tmp_path: Path) -> None:
-    """check names each, also if nothing is left to be divided."""
-    for number in range(3):
-        for name in f"images/{number}.jpg", f"masks/{number}_mask.png":
-            path = tmp_path / "train" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
+def touch_pairs(folder: Path, image: str, mask: str, numbers: Sequence[int]) -> Place:
+    """Name files of images and masks; `image` and `mask` have a {} for the number."""
+    for kind, form in ("images", image), ("masks", mask):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        for number in numbers:
+            path = folder / kind / form.format(number)
+            path.parent.mkdir(exist_ok=True)
             path.touch()
-    errors: list[str] = []
-    assert check.match_files(tmp_path, errors) == ([], [])
-    assert sum("no mask of that name" in line for line in errors) == 3
-    assert sum("no image of that name" in line for line in errors) == 3
+    return Place(folder / "images", folder / "masks")
+
+
+@pytest.mark.parametrize(
+    ("image", "mask", "said"),
+    [
+        ("{}.jpg", "{}_mask.png", "masks are named NAME_mask"),
+        ("{}_sat.jpg", "{}_seg.png", "images are named NAME_sat and masks are named "),
+        ("{}_training.tif", "{}_manual1.gif", "masks are named NAME_manual1"),
+        ("img_{}.jpg", "gt_{}.png", "masks are named gt_NAME"),
+        ("{}.jpg", "{}.jpg.png", "such as NAME.jpg.png"),
+        ("IMG_{}.JPG", "img_{}.png", "small and capital letters"),
+        ("a/x{}.jpg", "a/X{}_P.png", "masks are named NAME_p and small and capital"),
+    ],
+)
+def test_names_of_masks(
+    tmp_path: Path, capsys: pytest.CaptureFixture, image: str, mask: str, said: str
+) -> None:
+    """An ending that all have is found, and a line says so; 1 does not get the mask of 10."""
+    numbers = range(1, 31)
+    place = touch_pairs(tmp_path, image, mask, numbers)
+    pairs = folders.match_pairs(place)
+    assert len(pairs) == 30
+    of_images = place.images
+    for image_path, mask_path in pairs:
+        at = [image.format(n) for n in numbers].index(
+            Path(image_path).relative_to(of_images).as_posix()
+        )
+        assert mask_path == str(place.masks / mask.format(numbers[at]))
+    assert said in capsys.readouterr().out
+    # one without the other is named, as are the names that there are
+    Path(pairs[0][1]).rename(place.masks / "other.png")
+    with refusal("folders.match_pairs", pairs[0][0], "other.png", "train.csv"):
+        folders.match_pairs(place)
+
+
+def test_names_that_are_not_paired(tmp_path: Path) -> None:
+    """What may be meant in two ways, and numbers that look alike, are refused."""
+    every = tmp_path / "two masks each"
+    touch_pairs(every, "{}.jpg", "{}_gt.png", range(9))
+    place = touch_pairs(every, "{}.jpg", "{}_mask.png", range(9))
+    with refusal("folders.match_pairs", "no image of that name"):
+        folders.match_pairs(place)
+    place = touch_pairs(every, "{}.jpg", "{}.png", range(9))
+    with refusal("folders.match_pairs", "0_gt.png", "no image of that name"):
+        folders.match_pairs(place)
+    place = touch_pairs(tmp_path / "two rules", "{}.jpg", "{}_a.png", range(9))
+    for path in list(place.masks.iterdir()):
+        (place.images / path.name).touch()
+        path.with_name(f"{path.stem}_a.png").touch()
+    with refusal("pairing.refuse_doubt", "0_a.png", "0_a_a.png"):
+        folders.match_pairs(place)
+    for number, masks in enumerate(["{}0.png", "{}_1.png", "{}0_mask.png"]):
+        place = touch_pairs(tmp_path / str(number), "{}.jpg", masks, range(1, 10))
+        with refusal("folders.match_pairs", "1.jpg", "names may differ by one ending"):
+            folders.match_pairs(place)
+    place = touch_pairs(tmp_path / "mixed", "a{}.jpg", "a{}.png", range(5))
+    (place.masks / "a3.png").rename(place.masks / "a3_mask.png")
+    with refusal("folders.match_pairs", "a3.jpg", "a3_mask.png"):
+        folders.match_pairs(place)
+    for form in "x.jpg", "X.jpg":
+        (tmp_path / "mixed/images" / form).touch()
+    (tmp_path / "mixed/masks/x_mask.png").touch()
+    with refusal("folders.match_pairs", "X.jpg"):
+        folders.match_pairs(place)
+
+
+LAYOUTS = {
+    "CamVid": ("{part}", "{part}annot", ""),
+    "ADE20K": ("images/{part}", "annotations/{part}", ""),
+    "by capital letters": ("{part}/JPEGImages", "{part}/SegmentationClass", ""),
+    "in one folder": ("{part}", "{part}", "_mask"),
+    "with the kind behind": ("{part}_images", "{part}_labels", "_L"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(1)
+def test_layouts_of_masks(
+    drawn: Callable, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same pairs, and no image of the test set among them; a line says where they are."""
+    data = drawn("masks")
+    _, before_val, classes = find("masks", data)
+    images, masks, ending = LAYOUTS[layout]
+    new = data.parent / "new"
+    for part, name in ("train", "training"), ("val", "val"), ("val", "test"):
+        for kind, form, end in ("images", images, ""), ("masks", masks, ending):
+            folder = new / form.format(part=name)
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in (data / part / kind).iterdir():
+                shutil.copy(path, folder / f"{path.stem}{end}{path.suffix}")
+    shutil.copy(data / "classes.txt", new)
+    said: list[str] = []
+    monkeypatch.setattr(places.distributed, "print0", said.append)
+    train, val, found = find("masks", new)
+    assert found == classes
+    assert names(train, new) == {
+        f"{images.format(part='training')}/{n:04}.jpg" for n in range(53)
+    }
+    assert len(val) == len(before_val)
+    where = f"val: images in {new / images.format(part='val')}, masks in "
+    assert where + str(new / masks.format(part="val")) in said
+    tested = folders.find_masks(new, part="test")[1]
+    assert names(tested.samples, new) == {
+        f"{images.format(part='test')}/{n:04}.jpg" for n in range(23)
+    }
+
+
+@on_ranks(1)
+def test_layouts_in_doubt(drawn: Callable) -> None:
+    """Two folders that may be meant are refused, and so is a set for the other task."""
+    data = drawn("masks")
+    shutil.copytree(data / "train/masks", data / "train/1st_manual")
+    with refusal("places.choose_folder", "1st_manual and masks"):
+        find("masks", data)
+    shutil.rmtree(data / "train/1st_manual")
+    with refusal("places.refuse_unknown", "for a segmentation project"):
+        find("labels", data)
+    shutil.copytree(data / "val", data / "valid")
+    with refusal("places.choose_folder", "val and valid"):
+        find("masks", data)
+    shutil.rmtree(data)
+    data = drawn("labels")
+    with refusal("places.refuse_unknown", "for a classification project"):
+        find("masks", data)
+    # images of YOLO, whose labels are texts
+    for name in "images/train/1.jpg", "labels/train/1.txt":
+        (data / "yolo" / name).parent.mkdir(parents=True)
+        (data / "yolo" / name).touch()
+    with refusal("folders.list_images", "labels/train", "ddpkit convert"):
+        find("masks", data / "yolo")
+    # a test set alone, beside the images for training
+    touch_pairs(data / "loose", "{}.jpg", "{}.png", range(3))
+    place = touch_pairs(data / "loose", "test/{}.jpg", "test/{}.png", range(3))
+    with refusal("folders.refuse_splits", "all would be trained on"):
+        folders.match_pairs(place)
+    (data / "yolo/images/loose.jpg").touch()
+    with refusal("places.places_in_kinds", "loose.jpg"):
+        find("masks", data / "yolo")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1)
+def test_broken_files_are_left_out(
+    drawn: Callable, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in DIR/broken.txt, images or masks, of both parts; a line counts and names them."""
+    data = drawn(kind)
+    train, val, classes = find(kind, data)
+    one = Path(train[7][0])
+    other = Path(val[3][kind == "masks"])  # the image, or its mask
+    lines = [
+        "# remarks",
+        f"./{one.relative_to(data)}",
+        "",
+        f"{other.absolute()}",
+        "no.jpg",
+    ]
+    (data / "broken.txt").write_text("\n".join(lines))
+    one.write_bytes(b"text")
+    other.write_bytes(b"text")
+    said: list[str] = []
+    monkeypatch.setattr(folders.distributed, "print0", said.append)
+    after = find(kind, data)
+    assert after[2] == classes
+    assert list(after[0]) == [*train[:7], *train[8:]]
+    assert list(after[1]) == [*val[:3], *val[4:]]
+    line = f"{data / 'broken.txt'}: 2 of 76 images are left out: "
+    assert any(text.startswith(f"{line}{one.relative_to(data)}, ") for text in said)
+    # a resumed run is to have the same
+    whole, part = (folders.Part(list(found), None) for found in (train, after[0]))
+    kind_of_set = {"labels": folders.ImageFiles, "masks": folders.MaskFiles}[kind]
+    marks = {fingerprint(kind_of_set(each, tuple)) for each in (whole, part)}
+    assert len(marks) == 2
+    every = [str(Path(sample[0]).relative_to(data)) for sample in [*val]]
+    (data / "broken.txt").write_text("\n".join(every))
+    with refusal("folders.leave_out", "no image in val"):
+        find(kind, data)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -301,9 +483,8 @@ def test_names_of_folders(drawn: Callable, kind: str) -> None:
         shutil.move(path, data)
     shutil.rmtree(data / "train")
     if kind == "labels":
-        # test/ beside class folders
-        with refusal("folders.find_train", data / "train"):
-            find(kind, data)
+        # beside class folders it is no class
+        assert len(find(kind, data)[2]) == 6
     shutil.rmtree(data / "test")
     train_now, val_now, _ = find(kind, data)
     assert len(val_now) == held_out
@@ -334,8 +515,8 @@ def test_class_folders(drawn: Callable) -> None:
 
 def test_endings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """What was meant as an image is named once; what usually lies beside images is not."""
-    kept = ["a.JPG", "b.jfif", "c.jpe", "d.Tiff"]
-    named = ["1.heic", "2.HEIC", "3.npy"]
+    kept = ["a.JPG", "b.jfif", "c.jpe", "d.Tiff", "e.heic", "f.GIF", "g.pgm", "h.jp2"]
+    named = ["1.psd", "2.PSD", "3.npy"]
     quiet = ["4", ".hidden.gif", "Thumbs.db", "desktop.ini", "n.txt", "n.json", "n.xml"]
     for name in kept + named + quiet:
         (tmp_path / name).touch()
@@ -343,7 +524,7 @@ def test_endings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for _ in range(2):
         assert [Path(path).name for path in folders.list_images(tmp_path)] == kept
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines] == [".heic", ".npy"]
+    assert [line.split()[-1] for line in lines] == [".npy", ".psd"]
 
 
 def test_images_of_one_name() -> None:

@@ -44,7 +44,10 @@ def recolor(mask: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("text", "classes", "colors"),
     [
-        ("\n é b \r\n\r\nvoid\r\n", ["é b", "void"], None),
+        ("\n é b \r\n\r\nvoids\r\n", ["é b", "voids"], None),
+        ("a\nVoid\nb", ["a", "b"], None),
+        ("a = 0\nb = 1\na = 2", ["a", "b"], None),
+        ("a = 1 2 3\nb = 0 0 0\na = 3 2 1", ["a", "b"], [[1, 2, 3], [0, 0, 0]]),
         ("void = 7\nb = -1\na = 300", ["b", "a"], None),
         (
             "a = 1 2 3\nb = 255,0, 255\nVoid = 0 0 0",
@@ -60,6 +63,20 @@ def test_classes_txt(
     found = masks.read_classes(tmp_path / "classes.txt")
     assert list(found) == classes
     assert (None if found.colors is None else found.colors.tolist()) == colors
+
+
+def test_lines_and_their_values(tmp_path: Path) -> None:
+    """Void has its place among names alone, and is no class; a class may have several values."""
+    path = tmp_path / "classes.txt"
+    mask = tmp_path / "mask.png"
+    for text, of_0_1_2 in ("a\nVoid\nb", [0, 255, 1]), ("a=0\nb=1\na=2", [0, 1, 0]):
+        path.write_text(text)
+        Image.fromarray(np.array([[0, 1, 2]], np.uint8)).save(mask)
+        found = masks.read_mask(str(mask), masks.read_classes(path))
+        assert found.tolist() == [of_0_1_2]
+    path.write_text("a = 0 0 0\nb = 9 0 0\na = 0 9 0")
+    Image.fromarray(np.array([[[0] * 3, [9, 0, 0], [0, 9, 0]]], np.uint8)).save(mask)
+    assert masks.read_mask(str(mask), masks.read_classes(path)).tolist() == [[0, 1, 0]]
 
 
 @pytest.mark.parametrize(

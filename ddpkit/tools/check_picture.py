@@ -1,0 +1,122 @@
+"""check.png: training images with their labels, and what dataset.py makes of them."""
+
+import contextlib
+import io
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ddpkit.data import images, samples
+from ddpkit.data.samples import Key, Seeded
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed, process
+from ddpkit.run import pictures
+
+COUNT = 12  # images
+HEIGHT = 240  # pixels that each is drawn with
+LINE = 2  # pixels of an outline
+Shown = tuple[np.ndarray, np.ndarray | None]  # (H, W, 3), and a mask (H, W), both uint8
+
+
+def draw_check(path: Path, args: Namespace) -> None:
+    """Draw images of the training set that dataset.py builds, each as it is and augmented."""
+    try:
+        # its lines are those of the report, said again
+        with contextlib.redirect_stdout(io.StringIO()):
+            train_set, _, classes = process.own("dataset").build_datasets(args)
+    except UserError as error:
+        distributed.print0(f"{path} is not drawn: {error.line}")
+        return
+    names = pictures.legible(classes)
+    seeded = Seeded(train_set, classes, 0)
+    present: set[int] = set()
+    with pictures.drawing(path) as figure:
+        for index in spread(len(train_set)):
+            try:
+                target, shown = views(seeded, index)
+            except UserError:  # which the report has
+                continue
+            axes = figure.add_subplot(label=str(index))
+            axes.axis("off")
+            axes.imshow(beside_each_other(shown, classes))
+            file = Path(samples.name(train_set, index).split(", ", 1)[-1])
+            lines = [str(Path(*file.parts[-2:]))]
+            for _, mask in shown:
+                if mask is not None:
+                    present.update(np.unique(mask).tolist())
+            if target.ndim < 2:
+                lines.insert(0, "; ".join(named(target, names)) or "none")
+            lines = [pictures.clip(line, 40) for line in lines]
+            axes.set_title("\n".join(lines), fontsize=9)
+        if figure.axes:
+            pictures.lay_out(figure)
+            figure.suptitle("as it is | as dataset.py augments it", fontsize=10)
+        if present:
+            pictures.draw_legend(figure, classes, present, "not outlined")
+    distributed.print0(f"{path}: {len(figure.axes)} training images; look at them")
+
+
+def spread(total: int) -> list[int]:
+    """Return numbers of samples, from the first to the last at equal distances."""
+    return sorted(set(np.linspace(0, total - 1, COUNT).round().astype(int).tolist()))
+
+
+def named(target: Tensor, names: Sequence[str]) -> list[str]:
+    """Return the classes that a label names: a number, or float (classes,) of several."""
+    numbers = target.nonzero().flatten() if target.ndim else target[None]
+    return [names[int(number)] for number in numbers]
+
+
+def views(dataset: Seeded, index: int) -> tuple[Tensor, list[Shown]]:
+    """Return a sample's target; and the image as its file has it, if known, and as augmented."""
+    shown: list[Shown] = []
+    for each, at in samples.places(dataset.dataset, index):
+        if hasattr(each, "open"):
+            shown.append(small(*[part.read() for part in each.open(at)]))
+            break
+    image, target = dataset[Key(0, index)][:2]
+    target = torch.as_tensor(target)
+    masks = [target] if target.ndim == 2 else []
+    return target, [*shown, small(image, *masks)]
+
+
+def small(image: Tensor, *masks: Tensor) -> Shown:
+    """Return image and mask HEIGHT pixels high."""
+    pixels = images.visible(image).permute(1, 2, 0).numpy()
+    height, width = pixels.shape[:2]
+    size = (max(1, round(width * HEIGHT / height)), HEIGHT)
+    drawn = np.array(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
+    if not masks:
+        return drawn, None
+    mask = Image.fromarray(masks[0].numpy().astype(np.uint8))
+    return drawn, np.array(mask.resize(size, Image.Resampling.NEAREST))
+
+
+def beside_each_other(shown: Sequence[Shown], classes: Sequence[str]) -> np.ndarray:
+    gap = np.full((HEIGHT, 4, 3), 255, np.uint8)
+    row: list[np.ndarray] = []
+    for pixels, mask in shown:
+        if row:
+            row.append(gap)
+        row.append(pixels if mask is None else outline(pixels, mask, classes))
+    return np.concatenate(row, axis=1)
+
+
+def outline(pixels: np.ndarray, mask: np.ndarray, classes: Sequence[str]) -> np.ndarray:
+    """Return the image (H, W, 3) with the edges of each class in its colour, but of black ones."""
+    is_edge = np.zeros(mask.shape, bool)
+    for step in range(1, LINE + 1):
+        down = mask[step:] != mask[:-step]
+        is_edge[step:] |= down
+        is_edge[:-step] |= down
+        right = mask[:, step:] != mask[:, :-step]
+        is_edge[:, step:] |= right
+        is_edge[:, :-step] |= right
+    colors = pictures.colors_of(classes, 256)[mask]
+    is_drawn = is_edge & colors.any(-1)
+    return np.where(is_drawn[..., None], colors, pixels)
