@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import UnidentifiedImageError
 from tqdm import tqdm
 
 from ddpkit import files
@@ -22,9 +22,8 @@ from ddpkit.convert.labels import (
     Size,
     unused_classes,
 )
-from ddpkit.convert.tree import ending_of
 from ddpkit.data import folders, images, masks
-from ddpkit.errors import UserError, reason_of, shorten
+from ddpkit.errors import UserError, shorten
 from ddpkit.ranks.cpus import cpus
 from ddpkit.run import pictures
 
@@ -211,7 +210,7 @@ def size_of(path: Path) -> Size | None:
         height, width = np.load(path, mmap_mode="r").shape[:2]
         return height, width
     try:
-        with Image.open(path, formats=images.FORMATS) as file:
+        with images.open_header(path) as file:
             width, height = file.size
             is_turned = file.getexif().get(images.ORIENTATION, 1) >= 5
             return (width, height) if is_turned else (height, width)
@@ -222,22 +221,8 @@ def size_of(path: Path) -> Size | None:
 
 
 def put_image(source: Path, target: Path) -> Path:
-    """Link an image, or copy it to another disk; return its path. target: without an ending.
-
-    What folders are not read with, such as GIF, is saved as PNG.
-    """
-    ending = ending_of(source.name)
+    """Link an image, or copy it to another disk; return its path. target: without an ending."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if ending not in folders.EXTENSIONS and ending != ".npy":
-        path = target.with_name(f"{target.name}.png")
-        try:
-            with Image.open(source, formats=images.FORMATS) as file:
-                ImageOps.exif_transpose(file).save(path)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{source}: cannot be saved as PNG ({reason_of(error)}); replace or remove it"
-            ) from None
-        return path
     path = target.with_name(target.name + source.suffix)
     real = os.path.realpath(source)  # of a link, what it leads to
     try:

@@ -13,17 +13,7 @@ from ddpkit import files
 from ddpkit.data import folders
 from ddpkit.errors import UserError, reason_of
 
-# Of images: those of folders, and what is saved as PNG for them.
-ENDINGS = folders.EXTENSIONS | {
-    ".avif",
-    ".gif",
-    ".j2k",
-    ".jp2",
-    ".npy",
-    ".pgm",
-    ".pnm",
-    ".ppm",
-}
+ENDINGS = folders.EXTENSIONS | {".npy"}  # of images
 Json = Any  # what a file of JSON or YAML may hold
 
 

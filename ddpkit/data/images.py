@@ -12,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -584,6 +585,13 @@ def _read_heif_too(path: str, data: bytes) -> None:
         ) from None
     pillow_heif.register_heif_opener()
     FORMATS.append("HEIF")
+
+
+def open_header(path: Path | str) -> ImageFile.ImageFile:
+    """Open an image file, of which only the header is read; close it afterwards."""
+    with open(path, "rb") as file:
+        _read_heif_too(str(path), file.read(64))
+    return Image.open(path, formats=FORMATS)
 
 
 def _open_bytes(data: bytes) -> ImageFile.ImageFile:

@@ -472,7 +472,7 @@ def folders_of(out: Path) -> dict[str, list[str]]:
 
 
 def test_labels_of_images(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Kaggle's ids without ending, in comma or semicolon; Hugging Face's metadata; GIF as PNG."""
+    """Kaggle's ids without ending, in comma or semicolon; Hugging Face's metadata."""
     kaggle = tmp_path / "kaggle"
     for name in "ab":
         save(kaggle / f"train/{name}.jpg")
@@ -483,7 +483,7 @@ def test_labels_of_images(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     convert.main([str(kaggle), str(tmp_path / "k")])
     said = capsys.readouterr().out
     assert "skipped: 1 images of labels.csv that are not there: gone" in said
-    expected = {"train/collie": ["b.jpg"], "train/pug": ["a.jpg", "c.png"]}
+    expected = {"train/collie": ["b.jpg"], "train/pug": ["a.jpg", "c.gif"]}
     assert folders_of(tmp_path / "k") == expected
     hub = tmp_path / "hub"
     for part, label in ("train", 0), ("train", 1), ("validation", 0):
