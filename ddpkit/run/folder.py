@@ -239,17 +239,25 @@ class RunFolder:
             self._write(state, is_best, is_repeated, keeps_images)
         self.saved_step = state["step"]
 
+    def add_best(self, state: State) -> None:
+        """Save best.pt alone: last.pt follows once the epoch has ended."""
+        if distributed.is_rank_zero():
+            self._write_best(state)
+
+    def _write_best(self, state: State, keeps_images: bool = False) -> None:
+        best = self.path / "best.pt"
+        with files.writing(best) as tmp_path:
+            files.retried(best, checkpoint.write_file, tmp_path, state)
+            if not keeps_images:
+                remove_images(self.path)
+
     def _write(
         self, state: State, is_best: bool, is_repeated: bool, keeps_images: bool
     ) -> None:
         # best.pt comes first: when last.pt records a new best score, best.pt has it
         # already.
         if is_best:
-            best = self.path / "best.pt"
-            with files.writing(best) as tmp_path:
-                files.retried(best, checkpoint.write_file, tmp_path, state)
-                if not keeps_images:
-                    remove_images(self.path)
+            self._write_best(state, keeps_images)
         last, older = (self.path / name for name in SAVES)
         with files.writing(last) as tmp_path:
             files.retried(last, checkpoint.write_file, tmp_path, state)

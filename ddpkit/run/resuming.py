@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpkit.data import loading, other_loaders, samples
 from ddpkit.data.loading import TrainSampler
@@ -35,10 +36,8 @@ END = object()  # of an iterator
 KINDS = {"parts": dict, "kinds": dict, "resumed_from": str, "ranks": int, "seed": int}
 COUNTS = ("epoch", "done", "step", "global_batch")
 TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
-UNUSED = (
-    "saved between two optimizer steps, without the gradients of this one so far: a run that is "
-    "resumed from here differs; take a step at the end of each epoch"
-)
+# Turns over which gradients are added up for a step; after more nobody waits for one.
+MOST_ADDED_UP = 1000
 
 
 class Checkpoints:
@@ -92,13 +91,11 @@ class Checkpoints:
         self.is_seeded_by_rank = len(set(seeds)) > 1
         # of the generators of each loader
         self.seeds: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self.is_due = False  # a save that waits for the next optimizer step
-        self.is_stepped = True  # an optimizer has taken a step in this turn
-        self.optimizers = [
-            each for each in parts.values() if isinstance(each, Optimizer)
-        ]
-        for optimizer in self.optimizers:
-            optimizer.register_step_post_hook(self._note_step)
+        self.is_begun = False  # a loop over steps, of which an epoch has one
+        self.is_in_step = False
+        self.is_due = False  # a save, at the end of the step or epoch
+        self.turns = 0  # since an optimizer took a step: any, it need not be a part
+        register_optimizer_step_post_hook(self._note_step)
         self.folder.find_checkpoint()
         state = self.folder.take_state(["parts"])
         self.folder.open_for_training(is_new=not state)
@@ -113,6 +110,7 @@ class Checkpoints:
                 # for what is drawn before its steps, such as by zip(loader, other)
                 share = distributed.rank() if self.is_seeded_by_rank else 0
                 samples.seed(self.seed, self.epoch, share, 0, 0)
+                self.is_begun = False
                 yield self.epoch
                 self.epoch += 1
                 self.done = 0
@@ -140,21 +138,25 @@ class Checkpoints:
             again, and left out; a range, or a list, is cut. All ranks have to take the same number.
         networks: in DistributedDataParallel, for the same bits on more than two ranks.
 
-        Each step begins with random numbers of its own. Saves if that is due, and, without
-        `epochs`, at the end; after a signal all ranks leave after the same step. Both wait for a
-        turn in which an optimizer takes a step, if gradients are added up over several.
+        There is one loop in an epoch. Each step begins with random numbers of its own. Saves if
+        that is due, and, without `epochs`, at the end; after a signal all ranks leave after the
+        same step. Both wait for a turn in which an optimizer takes a step, if gradients are added
+        up over several.
         """
         for network in networks:
             replicas.prepare_network(network)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._in_loop())
             if not self.is_in_epochs:
                 stack.enter_context(on_signals(self._position))
             found = self._rest(batches)
             batch: Any = next(found, END)
             while batch is not END:
                 samples.seed(self.seed, self.epoch, self.done, distributed.rank())
-                self.is_stepped = False
+                self.turns += 1
+                self.is_in_step = True
                 yield batch
+                self.is_in_step = False
                 self.done += 1
                 self.step += 1
                 if self.save_every and self.step % self.save_every == 0:
@@ -163,16 +165,43 @@ class Checkpoints:
                     self._write()
                 batch = next(found, END)
                 self._end_step(is_last=batch is END)
-            if not self.is_in_epochs and self.folder.saved_step != self.step:
-                self.save()
+            if not self.is_in_epochs:
+                self._end_loop()
+
+    @contextlib.contextmanager
+    def _in_loop(self) -> Iterator[None]:
+        if self.is_begun:
+            raise UserError(
+                "a second loop over checkpoints.steps: there is one in each turn of the loop over "
+                "checkpoints.epochs, or one in all; give it all batches, such as "
+                "itertools.chain(loader, other)"
+            )
+        self.is_begun = True
+        try:
+            yield
+        except BaseException:  # also if it is left: in a notebook it may go on
+            self.is_begun = self.is_in_epochs
+            raise
+        finally:
+            self.is_in_step = False
+
+    def _end_loop(self) -> None:
+        if self.folder.saved_step != self.step:
+            self._write()
+        go_on()
 
     def save(self) -> None:
-        """Write last.pt; to call on all ranks."""
-        self._say_between()
-        self._write()
+        """Write last.pt: within a step, or an epoch, at its end; to call on all ranks."""
+        self.is_due = True
+        if not self._is_inside():
+            self._write()
+
+    def _is_inside(self) -> bool:
+        """Return whether the parts may have changed since the step, or epoch, that is counted."""
+        return self.is_in_step or self.is_in_epochs
 
     def save_best(self, score: float, is_higher: bool = True) -> bool:
-        """Write best.pt if rank 0's `score` is the best so far; return whether it is.
+        """Write best.pt now if rank 0's `score` is the best so far; return whether it is.
 
         is_higher: whether a higher score is better. All ranks have to call it.
         """
@@ -183,30 +212,30 @@ class Checkpoints:
         if not is_better or math.isnan(score):
             return False
         self.best = score
-        self._say_between()
-        self._write(is_best=True)
+        self.folder.add_best(self._state(self._is_inside()))
+        self.save()
         return True
 
     def _note_step(self, *_: object) -> None:
-        self.is_stepped = True
+        self.turns = 0
 
     def _is_between(self) -> bool:
         """Return whether gradients have been added up that no optimizer step has used yet."""
-        if self.is_stepped:
+        if not 0 < self.turns <= MOST_ADDED_UP:
             return False
-        for optimizer in self.optimizers:
-            weights = replicas.weights_of(optimizer)
-            if any(weight.grad is not None for weight in weights):
-                return True
+        for part in self.parts.values():
+            if isinstance(part, Optimizer):
+                weights = replicas.weights_of(part)
+                if any(weight.grad is not None for weight in weights):
+                    return True
         return False
 
-    def _say_between(self) -> None:
-        if self._is_between():
-            distributed.print0(UNUSED)
-
-    def _write(self, is_best: bool = False) -> None:
+    def _write(self) -> None:
         self.is_due = False
-        state = {
+        self.folder.add(self._state(is_inside=False), is_best=False)
+
+    def _state(self, is_inside: bool) -> State:
+        return {
             "parts": states.take_states(self.parts),
             "kinds": states.kinds(self.parts),
             "resumed_from": self.folder.resume,
@@ -215,15 +244,20 @@ class Checkpoints:
             "epoch": self.epoch,
             "done": self.done,
             "step": self.step,
+            "is_inside": is_inside,
             "global_batch": self.global_batch,
             "best": self.best,
         }
-        self.folder.add(state, is_best)
 
     def _load(self, state: State) -> None:
         path = state["path"]
         plural = "s" * (state["epoch"] != 1)
         distributed.print0(progress_line(state, state["done"], f"epoch{plural}"))
+        if state.get("is_inside"):
+            distributed.print0(
+                "it was saved within a step, or before the end of an epoch: what the script did "
+                "there before is done once more"
+            )
         names = states.names_of(self.parts)
         self._compare_names(path, state["parts"].keys())
         for name, part in self.parts.items():
@@ -307,11 +341,10 @@ class Checkpoints:
             # are written: the ranks leave at the end of the epoch.
             if not is_last:
                 self._leave()
-            self.save()
 
     def _leave(self) -> NoReturn:
         if self.folder.saved_step != self.step:
-            self.save()
+            self._write()
         exit_stopped(f"and saved at {self._position()}; the same command goes on")
 
     def _position(self) -> str:
@@ -353,6 +386,14 @@ def read_own(path: Path | str) -> State:
     return {**state, "path": str(path)}
 
 
+def go_on() -> None:
+    """After the last step all ranks go on, also if a signal has come to one of them."""
+    try:
+        agree()
+    except Stopped:
+        distributed.print0("all steps are done: the script goes on to its end")
+
+
 @contextlib.contextmanager
 def stopping(save: Callable[[], object] | None = None) -> Iterator[Callable[[], None]]:
     """Within the block a signal makes all ranks leave after the same step, with status 75.
@@ -369,6 +410,7 @@ def stopping(save: Callable[[], object] | None = None) -> Iterator[Callable[[], 
     with on_signals(str):
         try:
             yield end_step
+            go_on()
         except Stopped:
             if save:
                 save()

@@ -114,9 +114,12 @@ def test_a_script_of_ones_own(name: str, tmp_path: Path, start: Start) -> None:
     wait_for(lambda: not left(0), 30)  # plain loader workers of who was killed
 
 
-@pytest.mark.parametrize("way", ["accumulated", "carried", "kept", "zipped"])
+@pytest.mark.parametrize("way", ["accumulated", "carried", "kept", "zipped", "saved"])
 def test_ways_of_writing(way: str, tmp_path: Path) -> None:
-    """Gradients added up over turns, kept workers, a generator of a sampler's own, two loaders."""
+    """Gradients added up over turns, kept workers, a generator of a sampler's own, two loaders.
+
+    And saves within a step, and before the end of an epoch, after which it is killed.
+    """
     script = tmp_path / "ways.py"
     script.write_text(WAYS)
     found = []
@@ -125,11 +128,18 @@ def test_ways_of_writing(way: str, tmp_path: Path) -> None:
         folder.mkdir()
         for count, step in enumerate([*stops, None]):
             patch = at_step(step, signal.SIGTERM, 1) if step else look_soon
+            if step and way == "saved":
+                patch = killed_while_saving(count)
             output = folder / f"printed{count}"
             pids = ranks.start(2, str(script), [way], output, folder, patch)
-            assert ranks.wait(pids) == ([75, 75] if step else [0, 0])
+            statuses = ranks.wait(pids)
+            if step and way == "saved":
+                assert -signal.SIGKILL in statuses
+                continue
+            assert statuses == ([75, 75] if step else [0, 0])
             out, err = ranks.said(output)
             assert not err
+            assert "once more" not in out
             if step and way in ("accumulated", "carried"):
                 assert int(re.search(r"step (\d+); the same", out)[1]) % 3 == 0
         found.append(parts(folder))
@@ -138,6 +148,25 @@ def test_ways_of_writing(way: str, tmp_path: Path) -> None:
         found.append(lengths)
     assert found[:2] == found[2:]
     wait_for(lambda: not left(0), 10)  # plain workers: a test's fork calls no atexit
+
+
+def killed_while_saving(count: int) -> ranks.Patch:
+    """Kill both ranks in the second epoch, after a save in a step, or after one of the best."""
+
+    def patch() -> None:
+        name = ("save", "save_best")[count]
+        called = getattr(resuming.Checkpoints, name)
+
+        def patched(self: ddpkit.Checkpoints, *words: float) -> object:
+            result = called(self, *words)
+            distributed.barrier()
+            if self.epoch == 1 and (self.is_in_step or count):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(resuming.Checkpoints, name, patched)
+
+    return patch
 
 
 WAYS = """
@@ -172,7 +201,7 @@ way = sys.argv[1]
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 data = Noisy()
-if way in ("accumulated", "carried"):
+if way in ("accumulated", "carried", "saved"):
     loader = ddpkit.train_loader(data, 4, workers=2)
 else:
     how = {"batch_sampler": Drawn(), "persistent_workers": True}
@@ -183,7 +212,10 @@ others = DataLoader(data, 4, shuffle=True)
 net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
 model = DDP(net)
 optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-checkpoints = ddpkit.Checkpoints("run", model=model, optimizer=optimizer)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+checkpoints = ddpkit.Checkpoints(
+    "run", model=model, optimizer=optimizer, scheduler=scheduler
+)
 added_up = 3 if loader.dataset is not data else 1
 for epoch in checkpoints.epochs(3):
     batches = zip(loader, others) if way == "zipped" else loader
@@ -194,13 +226,81 @@ for epoch in checkpoints.epochs(3):
         for (inputs, target), *_ in [more] * len(more):
             loss = loss + (model(inputs)[:, 0] - target).abs().mean()
         loss.backward()
-        is_last = way == "accumulated" and number + 1 == len(loader)
+        if way == "saved" and number == 4:
+            checkpoints.save()
+        is_last = way in ("accumulated", "saved") and number + 1 == len(loader)
         if (number + 1) % added_up == 0 or is_last:
             optimizer.step()
             optimizer.zero_grad()
+    scheduler.step()
+    if way == "saved":
+        checkpoints.save_best(epoch)
     with open(f"lengths{dist.get_rank()}", "w") as file:
         file.write(str(len(loader)))
 """
+
+
+def test_one_loop_in_an_epoch(tmp_path: Path) -> None:
+    """Another one would go on where the first has ended."""
+
+    def made(name: str) -> ddpkit.Checkpoints:
+        return ddpkit.Checkpoints(tmp_path / name, net=torch.nn.Linear(2, 2))
+
+    checkpoints = made("two")
+    for _ in checkpoints.epochs(2):
+        assert list(checkpoints.steps([1, 2])) == [1, 2]
+        with refusal("resuming.in_loop", "itertools.chain"):
+            list(checkpoints.steps([3, 4, 5]))
+    checkpoints = made("inner")
+    for _ in checkpoints.steps(range(2)):
+        with refusal("resuming.in_loop"):
+            list(checkpoints.steps(range(2)))
+    with refusal("resuming.in_loop"):  # without epochs there is one in all
+        list(checkpoints.steps(range(4)))
+    checkpoints = made("left")
+    for step in checkpoints.steps(range(4)):
+        if step == 2:
+            break
+    assert list(checkpoints.steps(range(4))) == [2, 3]  # a cell of a notebook, again
+
+
+LAST = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+import ddpkit
+
+dist.init_process_group("gloo")
+net = torch.nn.Linear(2, 2)
+unused = torch.optim.SGD(net.parameters(), 0.1)
+checkpoints = ddpkit.Checkpoints("run", net=net, optimizer=unused)
+optimizer = torch.optim.Adam(net.parameters())
+at = int(sys.argv[1])
+for step in checkpoints.steps(range(20)):
+    if dist.get_rank() and step == at:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    net(torch.ones(2)).sum().backward()
+    dist.all_reduce(net.weight.grad)
+    optimizer.step()
+total = torch.ones(1)
+dist.all_reduce(total)
+print(total.item(), checkpoints.step)
+"""
+
+
+def test_a_signal_in_the_last_step(tmp_path: Path) -> None:
+    """The script goes on to its end; before it, it stops, whichever optimizer takes the steps."""
+    script = tmp_path / "script.py"
+    script.write_text(LAST)
+    for at, statuses in (5, [75, 75]), (19, [0, 0]):
+        output = tmp_path / f"printed{at}"
+        pids = ranks.start(2, str(script), [str(at)], output, tmp_path, int)
+        assert ranks.wait(pids) == statuses
+        assert not ranks.said(output)[1]
+    out = ranks.said(output)[0]
+    assert out.count("2.0 20\n") == 2
+    assert "all steps are done: the script goes on to its end" in out
 
 
 @ranks.on_ranks(2)
