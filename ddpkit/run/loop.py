@@ -274,13 +274,17 @@ class Run:
         """Print the checkpoint's progress and what has changed since."""
         steps = state["seen"] // state["global_batch"]
         line = progress_line(state, steps, f"of {self.epochs} epochs")
-        then = len(state["totals"])
+        ranks = len(state["totals"])
         now = distributed.world_size()
-        if then != now:
-            line += f"; {then} rank(s) then, {now} now: BatchNorm, dropout and rounding differ"
+        if ranks != now:
+            line += f"; {ranks} rank(s) then, {now} now: BatchNorm, dropout and rounding differ"
         changed = checkpoint.changes(state["args"], self.about["args"])
         if changed:
             line += f"; changed: {changed}"
+        known = (None, self.source.order["training_set"])
+        # within an epoch `progress` says it
+        if state.get("training_set") not in known and not state["seen"]:
+            line += "; other training images than then"
         distributed.print0(line)
 
     def sanity_check(self, evaluate: Evaluate, *args: Any) -> None:

@@ -193,6 +193,8 @@ def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) ->
     text = (data / "broken.txt").read_text()
     assert broken[0].name not in text
     assert broken[1].name in text
+    done = project.train(data, tmp_path / "run", "--epochs", 2, on=1).ok()
+    assert "; other training images than then\n" in done.out
 
 
 class TestThePicture:
