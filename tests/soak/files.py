@@ -80,7 +80,7 @@ def other_files(tree: Tree, folder: Path) -> None:
 
 
 def unread(tree: Tree, folder: Path) -> None:
-    kind = tree.chance.choice(["heic", "gif", "svg", "mp4"])
+    kind = tree.chance.choice(["psd", "svg", "mp4"])
     (folder / f"{tree.name()}.{kind}").touch()
 
 
