@@ -241,6 +241,13 @@ def split(
     return [samples[i] for i in others], [samples[i] for i in held]
 
 
+def has_test(root: Path, has_masks: bool) -> bool:
+    """Return whether there is DIR/test, or of lists DIR/test.csv."""
+    if (root / "train.csv").is_file():
+        return find_list(root, "test") is not None
+    return "test" in places.find_places(root, has_masks, ["train", "test"])
+
+
 def find_parts(
     root: Path,
     has_masks: bool,
@@ -535,8 +542,10 @@ def refuse_splits(names: Iterable[str], folder: Path, is_whole: bool = False) ->
     held_out = {"val", "test"}
     has_held_out = is_whole and any(found & held_out for found in words.values())
     if are_several or are_beside or has_held_out:
+        inner = {name for parent in parents for name in Path(parent).parts}
+        named = [name for name in sorted(inner) if places.part_in_name(name)]
         raise UserError(
-            f"{folder}: folders of parts lie in it, and all would be trained on; they have to be "
+            f"{folder}: folders of parts lie in it ({shorten(named)}), and all would be trained on; they have to be "
             "the outermost: DIR/train, DIR/val, DIR/test"
         )
 
@@ -638,10 +647,11 @@ def read_list(
 
 def refuse_part(line: str, column: str, value: str, part: str) -> None:
     """Raise a UserError if a row is of another part than its list."""
-    found = places.part_in_name(value)
+    name = value.strip()
+    found = places.part_in_name(name) if places.is_part(name) else ""
     if found and found != part:
         raise UserError(
-            f"{line}: {column} is {value.strip()}, but all rows of this list are for {part}; move "
+            f"{line}: {column} is {name}, but all rows of this list are for {part}; move "
             f"those of {found} into {found}.csv"
         )
 

@@ -272,24 +272,30 @@ def explain_parts(root: Path) -> str:
     return f"{names} are named as parts of the set; move {', and '.join(moves)}"
 
 
-def find_whole(root: Path, has_masks: bool, depth: int = 2) -> Path | None:
+def find_whole(root: Path, has_masks: bool, depth: int = 1) -> Path | None:
     """Return the only folder below `root` that looks as if it were meant as DIR."""
     found = []
     for folder in inner_folders(root):
         if part_in_name(folder.name):
             continue
-        is_whole = bool(choose_folder(folder, PARTS["train"]))
-        if has_masks:
-            is_whole = is_whole or bool(find_kinds(folder))
-        else:
-            filled = [each for each in inner_folders(folder) if images_in(each)]
-            is_whole = is_whole or len(filled) > 1
-        inner = folder if is_whole else None
-        if not is_whole and depth:
-            inner = find_whole(folder, has_masks, depth - 1)
+        try:
+            inner: Path | None = folder
+            if not is_whole(folder, has_masks):
+                inner = find_whole(folder, has_masks, depth - 1) if depth else None
+        except OSError:  # of another user
+            continue
         if inner:
             found.append(inner)
     return found[0] if len(found) == 1 else None
+
+
+def is_whole(folder: Path, has_masks: bool) -> bool:
+    """Return whether a folder has one for training, or those of images and masks, or of classes."""
+    if choose_folder(folder, PARTS["train"]):
+        return True
+    if has_masks:
+        return bool(find_kinds(folder))
+    return sum(bool(images_in(each)) for each in inner_folders(folder)) > 1
 
 
 def refuse_unknown(folder: Path, has_masks: bool) -> NoReturn:
