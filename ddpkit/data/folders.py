@@ -514,19 +514,23 @@ def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
                 )
             paths = list_images(folder / name, may_be_output=True)
             found += [(path, name) for path in paths]
-            below = len(str(folder / name))
-            refuse_splits([path[below:] for path in paths], folder, place.is_flat)
         except UserError as error:
             note(error)
     inside = [path[len(str(folder)) :] for path, _ in found]
-    refuse_splits(inside, folder)
+    refuse_splits(inside, folder, place.is_flat, has_classes=True)
     return found
 
 
-def refuse_splits(names: Iterable[str], folder: Path, is_whole: bool = False) -> None:
+def refuse_splits(
+    names: Iterable[str],
+    folder: Path,
+    is_whole: bool = False,
+    has_classes: bool = False,
+) -> None:
     """Raise a UserError if `names`, paths in `folder`, lie in folders of several parts.
 
-    is_whole: the folder is that of no part, but of all there is.
+    is_whole: the folder is that of no part, but of all there is. has_classes: the outermost folders
+    are classes, whose names may have any words.
     """
     parents = {os.path.dirname(name) for name in names}
     parts = {part.lower() for parent in parents for part in Path(parent).parts}
@@ -536,7 +540,10 @@ def refuse_splits(names: Iterable[str], folder: Path, is_whole: bool = False) ->
     # words in names count beside each other: train_set and test_set
     words: dict[Path, set[str]] = {}
     for parent in parents:
-        for place in Path(parent), *Path(parent).parents:
+        levels = [Path(parent), *Path(parent).parents]
+        if has_classes:
+            levels = levels[:-2]  # but for the class and what is above
+        for place in levels:
             words.setdefault(place.parent, set()).add(places.part_in_name(place.name))
     are_beside = any(len(found - {""}) > 1 for found in words.values())
     held_out = {"val", "test"}
@@ -545,8 +552,8 @@ def refuse_splits(names: Iterable[str], folder: Path, is_whole: bool = False) ->
         inner = {name for parent in parents for name in Path(parent).parts}
         named = [name for name in sorted(inner) if places.part_in_name(name)]
         raise UserError(
-            f"{folder}: folders of parts lie in it ({shorten(named)}), and all would be trained on; they have to be "
-            "the outermost: DIR/train, DIR/val, DIR/test"
+            f"{folder}: folders of parts lie in it ({shorten(named)}), and all would be trained "
+            "on; they have to be the outermost: DIR/train, DIR/val, DIR/test"
         )
 
 

@@ -280,7 +280,7 @@ def find_whole(root: Path, has_masks: bool, depth: int = 1) -> Path | None:
             continue
         try:
             inner: Path | None = folder
-            if not is_whole(folder, has_masks):
+            if not looks_whole(folder, has_masks):
                 inner = find_whole(folder, has_masks, depth - 1) if depth else None
         except OSError:  # of another user
             continue
@@ -289,7 +289,7 @@ def find_whole(root: Path, has_masks: bool, depth: int = 1) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
-def is_whole(folder: Path, has_masks: bool) -> bool:
+def looks_whole(folder: Path, has_masks: bool) -> bool:
     """Return whether a folder has one for training, or those of images and masks, or of classes."""
     if choose_folder(folder, PARTS["train"]):
         return True

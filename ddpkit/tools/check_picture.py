@@ -47,10 +47,7 @@ def draw_check(path: Path, args: Namespace) -> str:
             axes = figure.add_subplot(label=str(index))
             axes.axis("off")
             axes.imshow(beside_each_other(shown, classes))
-            file = Path(samples.name(train_set, index).split(", ", 1)[-1])
-            # the end of a long path: the name of the file
-            where = str(Path(*file.parts[-2:]))
-            lines = [pictures.clip(where[::-1], 40)[::-1]]
+            lines = [end_of(samples.name(train_set, index).split(", ", 1)[-1])]
             for _, mask in shown:
                 if mask is not None:
                     present.update(np.unique(mask).tolist())
@@ -65,6 +62,12 @@ def draw_check(path: Path, args: Namespace) -> str:
             pictures.draw_legend(figure, classes, present, "not outlined")
     distributed.print0(f"{path}: {len(figure.axes)} training images; look at them")
     return ""
+
+
+def end_of(path: str) -> str:
+    """Return folder and name of a file, of a long one the end."""
+    text = str(Path(*Path(path).parts[-2:]))
+    return pictures.clip(text[::-1], 40)[::-1]
 
 
 def spread(total: int) -> list[int]:
