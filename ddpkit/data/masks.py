@@ -420,11 +420,14 @@ def explain_values(values: list[int], names: Sequence[str]) -> str:
     if len(found) > 1 and (names or found[-1] < len(found)):
         return ""
     if names:
-        seen = [names[value] for value in found if value < len(names)] or ["void"]
+        seen = [names[value] for value in found if value < len(names)]
+        hint = ""
+        if VOID in values:
+            seen.append("void")
+            hint = f"; if {VOID} is a class, list it there: NAME = {VOID}"
         return (
-            f"the training masks hold {shorten(seen)} alone, and no pixel of another class of "
-            "classes.txt; add images of the others (val may have them), or correct the values in "
-            "classes.txt"
+            f"the training masks hold {' and '.join(seen)} alone, and no pixel of another class "
+            f"of classes.txt; add images of the others, or correct classes.txt{hint}"
         )
     texts = [str(value) for value in values]
     return (
