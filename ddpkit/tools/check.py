@@ -238,7 +238,9 @@ class Survey:
             ends = " to ".join(dict.fromkeys(texts)) or "none"
             yield f"{part:10}{len(used)} images; width x height: {ends}"
         what = "pixels" if has_masks else "images"
-        where = " and ".join(f"in {part}" for part in self.parts)
+        where = " and ".join(f"in {part}" for part in self.parts[-2:])
+        if len(self.parts) > 2:
+            where = f"in {self.parts[0]}, {where}"
         yield f"classes   images, and share of the {what}, {where}"
         totals = np.maximum(self.pixels.sum(1, keepdims=True), 1)
         shares = 100 * self.pixels / totals

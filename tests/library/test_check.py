@@ -103,6 +103,7 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     )
     assert "train     13 images; " in done.out
     assert "test      3 images; " in done.out
+    assert "share of the images, in train, in val and in test\n" in done.out
     assert done.out.splitlines()[-1] == "11 errors, 2 warnings"
 
 
