@@ -497,7 +497,7 @@ def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
                 )
     if not names:
         hint = ""
-        if places.images_in(folder):
+        if places.images_in(folder) and folder.name in places.PARTS["train"]:
             hint = (
                 f", but images; if {folder.name} is a class, move all class folders into "
                 f"one: {folder / folder.name}"

@@ -304,16 +304,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         train, val, classes = folders.find_labelled(root, note=note)
     sets = [train, val]
-    # the lines about the others have been printed
-    with contextlib.redirect_stdout(io.StringIO()):
-        if folders.has_test(root, has_masks):
-            find = folders.find_mask_pairs if has_masks else folders.find_labelled
-            sets.append(find(root, "test", note=note)[1])
+    unread = ""
+    try:
+        # the lines about the others have been printed
+        with contextlib.redirect_stdout(io.StringIO()):
+            if folders.has_test(root, has_masks):
+                find = folders.find_mask_pairs if has_masks else folders.find_labelled
+                sets.append(find(root, "test", note=note)[1])
+    except UserError as error:  # training does without
+        unread = f"the test set is not read: {error.line}"
     found = list(dict.fromkeys(found))  # training's twice
     kind = folders.MaskFiles if has_masks else folders.ImageFiles
     parts = [kind(folders.Part(samples, format, labels), tuple) for samples in sets]
     survey = Survey(parts, given.workers)
     survey.errors += found
+    if unread:
+        survey.warnings.append(unread)
     if has_masks:
         classes = survey.name_classes(labels, root)
     names = dict(enumerate(classes))

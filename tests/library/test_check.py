@@ -178,8 +178,10 @@ def test_names_that_never_match(project: Project, tmp_path: Path) -> None:
     for number in range(3):
         painter.image(f"train/images/a{number}.png")
         painter.mask(f"train/masks/{number}1.png")
+    painter.image("test/1.png")  # as Kaggle's, without masks
     done = check(project, tmp_path / "set")
     assert done.status == 1
+    assert "warning: the test set is not read: " in done.out
     for number in range(3):
         assert f"images/a{number}.png: no mask of that name in " in done.out
         assert f"masks/{number}1.png: no image of that name in " in done.out
