@@ -6,7 +6,7 @@ import os
 import re
 import unicodedata
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -47,6 +47,7 @@ Fold = tuple[int, int]  # part N of K
 Note = Callable[[UserError], None]  # what becomes of an error
 BROKEN = "broken.txt"  # in DIR: the files that are left out
 SEPARATOR = ";"  # of labels
+SPLIT_COLUMNS = {"split", "subset", "set", "part", "partition"}  # in a list
 REMEDY = "names may differ by one ending, the same for all, or list the pairs in DIR/train.csv"
 
 
@@ -240,6 +241,13 @@ def split(
     return [samples[i] for i in others], [samples[i] for i in held]
 
 
+def has_test(root: Path, has_masks: bool) -> bool:
+    """Return whether there is DIR/test, or of lists DIR/test.csv."""
+    if (root / "train.csv").is_file():
+        return find_list(root, "test") is not None
+    return "test" in places.find_places(root, has_masks, ["train", "test"])
+
+
 def find_parts(
     root: Path,
     has_masks: bool,
@@ -270,44 +278,99 @@ def find_parts(
     if part == "test" and part not in readers:
         lacking = root / ("test.csv" if (root / "train.csv").is_file() else "test")
         raise UserError(f"{lacking}: not found; --eval-only test needs it")
-    broken = set() if note else read_broken(root)
+    broken = {} if note else read_broken(root)
+    used: set[str] = set()
 
     def note_others(error: UserError) -> None:
         named = os.path.abspath(error.line.partition(": ")[0])
+        used.add(named)
         if named not in broken:  # the image has no mask, or the mask no image
             (note or raise_it)(error)
 
     pairs = {name: reader(note_others) for name, reader in readers.items()}
     if broken:
-        pairs = leave_out(pairs, root, broken)
+        train = pairs["train"]
+        pairs = leave_out(pairs, root, broken, used)
+        if not has_masks:
+            refuse_lost_classes(root, train, pairs["train"])
     return pairs["train"], pairs.get(part)
 
 
-def read_broken(root: Path) -> set[str]:
-    """Return the files that DIR/broken.txt lists: a path in each line, after # a remark."""
+def read_broken(root: Path) -> dict[str, str]:
+    """Return the files that DIR/broken.txt lists, each with its line: a path, after # a remark."""
     path = root / BROKEN
-    if not path.is_file():
-        return set()
-    text = path.read_text(encoding="utf-8", errors="surrogateescape")
-    lines = [line.strip() for line in text.split("\n")]
-    names = [line for line in lines if line and not line.startswith("#")]
-    return {os.path.abspath(root / name) for name in names}
+    return parse_broken(root, read_lines(path)) if path.is_file() else {}
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text in UTF-8; a UserError if it is one in UTF-16."""
+    content = path.read_bytes()
+    if b"\0" in content:
+        raise UserError(f"{path}: is no text in UTF-8; save it as UTF-8")
+    return content.decode("utf-8-sig", "surrogateescape").split("\n")
+
+
+def parse_broken(root: Path, lines: Iterable[str]) -> dict[str, str]:
+    """Return {absolute path: line} of the lines of DIR/broken.txt."""
+    real = os.path.realpath(root)
+    found: dict[str, str] = {}
+    for line in lines:
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        # As it stands, or what people write: a remark, quotes, backslashes.
+        plain = re.sub(r"\s+#.*", "", line)
+        unquoted = plain.strip("\"'")
+        forms = [line, plain, unquoted, unquoted.replace("\\", "/")]
+        there = [form for form in forms if os.path.isfile(root / form)]
+        name = os.path.abspath(root / (there or forms)[0])
+        found[name] = line
+        # DIR is a link, and the line has the folder that it leads to
+        if name.startswith(real + os.sep):
+            found[os.path.abspath(root / os.path.relpath(name, real))] = line
+    return found
+
+
+def explain_unused(root: Path, broken: Mapping[str, str], used: Iterable[str]) -> str:
+    """Return which lines of DIR/broken.txt name no file of the set, or nothing.
+
+    used: files that were left out, as absolute paths. Files of a part that is not read are fine.
+    """
+    real = os.path.realpath(root)
+    lines = {broken[path] for path in used if path in broken}
+    unused = []
+    for path, line in broken.items():
+        is_below = os.path.realpath(path).startswith(real + os.sep)
+        if line not in lines and not (is_below and os.path.isfile(path)):
+            unused.append(line)
+    if not unused:
+        return ""
+    unused = list(dict.fromkeys(unused))
+    return (
+        f"{root / BROKEN}: {len(unused)} lines name no file of the set: {shorten(unused)}; "
+        "correct or remove them"
+    )
 
 
 def leave_out(
-    pairs: dict[str, Pairs], root: Path, broken: set[str]
+    pairs: dict[str, Pairs], root: Path, broken: Mapping[str, str], used: set[str]
 ) -> dict[str, Pairs]:
-    """Return the pairs, by part, without those that have a file of `broken`; say which."""
+    """Return the pairs, by part, without those that have a file of `broken`; say which.
+
+    used: those files that are known to be left out already.
+    """
     found: dict[str, Pairs] = {}
     left: list[str] = []
     for part, samples in pairs.items():
         kept = []
         for sample in samples:
             # a label is no file, even if its name is one
-            if broken.isdisjoint(map(os.path.abspath, sample[:2])):
-                kept.append(sample)
-            else:
+            own = set(map(os.path.abspath, sample[:2])) & broken.keys()
+            if own:
+                used |= own
                 left.append(os.path.relpath(sample[0], root))
+            else:
+                kept.append(sample)
         if not kept:
             raise UserError(f"{root / BROKEN}: it leaves no image in {part}")
         found[part] = kept
@@ -316,7 +379,27 @@ def leave_out(
     distributed.print0(
         f"{root / BROKEN}: {len(left)} of {total} images are left out: {names}"
     )
+    unused = explain_unused(root, broken, used)
+    if unused:
+        distributed.print0(unused)
     return found
+
+
+def refuse_lost_classes(root: Path, before: Pairs, after: Pairs) -> None:
+    """Raise a UserError if DIR/broken.txt leaves no training image of a class."""
+    several = has_several(root, before)
+    lost = sorted(names_in(before, several) - names_in(after, several))
+    if lost:
+        raise UserError(
+            f"{root / BROKEN}: it leaves no image of class {shorten(lost)} for training; correct "
+            "it, or take the class out of the set"
+        )
+
+
+def has_several(root: Path, train: Pairs) -> bool:
+    """Return whether images have several labels: in lists, for the name of a folder is one."""
+    is_list = (root / "train.csv").is_file()
+    return is_list and any(SEPARATOR in sample[1] for sample in train)
 
 
 def class_numbers(label: int | str) -> list[int]:
@@ -339,18 +422,19 @@ def find_labelled(
     """
     train, val = find_parts(root, False, part, fold, note)
     note = note or raise_it
-    is_list = (root / "train.csv").is_file()  # the name of a folder is one class
-    several = is_list and any(SEPARATOR in sample[1] for sample in train)
+    several = has_several(root, train)
     names = names_in(train, several)
     # 10 comes after 9, not after 1
     are_numbers = all(name.isdecimal() for name in names)
     classes = sorted(names, key=lambda name: (int(name) if are_numbers else 0, name))
     if len(classes) < 2:
-        few = f"{root}: {len(classes)} class(es) for training; at least two are needed"
+        own = f" ({classes[0]})" if classes else ""
+        few = f"{root}: {len(classes)} class(es) for training{own}; at least two are needed"
         note(UserError(few))
     for unknown in sorted(names_in(val or [], several) - names):
         form = hint_at_forms(unknown, classes)
-        line = f"{root}: class {unknown} of validation is not in the training set{form}"
+        of = "validation" if part == "val" else part
+        line = f"{root}: class {unknown} of {of} is not in the training set{form}"
         note(UserError(line))
     train = with_numbers(train, classes, several)
     if val is None:
@@ -404,9 +488,22 @@ def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
             distributed.print0(f"{folder / name}: a part of the set, no class")
     if place.is_flat:
         names = [name for name in names if not places.is_part(name)]
+        for name in names:
+            part = places.part_in_name(name)
+            if part:
+                distributed.print0(
+                    f"{folder / name}: taken for a class; if it is not, rename it to "
+                    f"{folder / part}, or move it elsewhere"
+                )
     if not names:
+        hint = ""
+        if places.images_in(folder) and folder.name in places.PARTS["train"]:
+            hint = (
+                f", but images; if {folder.name} is a class, move all class folders into "
+                f"one: {folder / folder.name}"
+            )
         raise UserError(
-            f"{folder}: no class folders in it; README.md describes what is expected"
+            f"{folder}: no class folders in it{hint}; README.md describes what is expected"
         )
     found: Pairs = []
     for name in names:
@@ -415,30 +512,48 @@ def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
                 raise UserError(
                     f"{folder / name}: the class name is not UTF-8; rename the folder"
                 )
-            for path in list_images(folder / name, may_be_output=True):
-                found.append((path, name))
+            paths = list_images(folder / name, may_be_output=True)
+            found += [(path, name) for path in paths]
         except UserError as error:
             note(error)
     inside = [path[len(str(folder)) :] for path, _ in found]
-    refuse_splits(inside, folder)
+    refuse_splits(inside, folder, place.is_flat, has_classes=True)
     return found
 
 
-def refuse_splits(names: Iterable[str], folder: Path, is_whole: bool = False) -> None:
+def refuse_splits(
+    names: Iterable[str],
+    folder: Path,
+    is_whole: bool = False,
+    has_classes: bool = False,
+) -> None:
     """Raise a UserError if `names`, paths in `folder`, lie in folders of several parts.
 
-    is_whole: the folder is that of no part, but of all there is.
+    is_whole: the folder is that of no part, but of all there is. has_classes: the outermost folders
+    are classes, whose names may have any words.
     """
     parents = {os.path.dirname(name) for name in names}
     parts = {part.lower() for parent in parents for part in Path(parent).parts}
     are_several = all(
         any(re.fullmatch(kind, part) for part in parts) for kind in SPLITS
     )
-    has_held_out = any(map(places.is_part, parts)) and is_whole
-    if are_several or has_held_out:
+    # words in names count beside each other: train_set and test_set
+    words: dict[Path, set[str]] = {}
+    for parent in parents:
+        levels = [Path(parent), *Path(parent).parents]
+        if has_classes:
+            levels = levels[:-2]  # but for the class and what is above
+        for place in levels:
+            words.setdefault(place.parent, set()).add(places.part_in_name(place.name))
+    are_beside = any(len(found - {""}) > 1 for found in words.values())
+    held_out = {"val", "test"}
+    has_held_out = is_whole and any(found & held_out for found in words.values())
+    if are_several or are_beside or has_held_out:
+        inner = {name for parent in parents for name in Path(parent).parts}
+        named = [name for name in sorted(inner) if places.part_in_name(name)]
         raise UserError(
-            f"{folder}: folders of parts lie in it, and all would be trained on; they have to be "
-            "the outermost: DIR/train, DIR/val, DIR/test"
+            f"{folder}: folders of parts lie in it ({shorten(named)}), and all would be trained "
+            "on; they have to be the outermost: DIR/train, DIR/val, DIR/test"
         )
 
 
@@ -513,7 +628,14 @@ def read_list(
                         f"columns {','.join(columns)}"
                     )
             wanted = [*columns, "group"] if "group" in names else columns
+            others = [name for name in names if name and name not in wanted]
+            if others:
+                distributed.print0(f"{path}: columns not used: {', '.join(others)}")
+            divides = [name for name in others if name.lower() in SPLIT_COLUMNS]
+            part = places.part_in_name(path.stem)
             for row in table:
+                for name in divides:
+                    refuse_part(f"{path}, line {table.line_num}", name, row[name], part)
                 # as spreadsheets leave below the last one
                 if "".join(row[name] for name in names).strip():
                     line = f"{path}, line {table.line_num}"
@@ -528,6 +650,17 @@ def read_list(
     if not found:
         raise UserError(f"{path}: no rows; list the samples in it, or remove the file")
     return found
+
+
+def refuse_part(line: str, column: str, value: str, part: str) -> None:
+    """Raise a UserError if a row is of another part than its list."""
+    name = value.strip()
+    found = places.part_in_name(name) if places.is_part(name) else ""
+    if found and found != part:
+        raise UserError(
+            f"{line}: {column} is {name}, but all rows of this list are for {part}; move "
+            f"those of {found} into {found}.csv"
+        )
 
 
 def _read_row(
@@ -741,7 +874,7 @@ def survey(data: Path, train: Part) -> masks.Labels:
     )
     values = np.flatnonzero(counts).tolist()
     if count == total:  # of some of them it would not be known
-        fault = masks.explain_values(values, bool(labels))
+        fault = masks.explain_values(values, labels)
         if fault:
             raise UserError(f"{data}: {fault}")
     if not labels:

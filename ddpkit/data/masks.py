@@ -410,12 +410,25 @@ def _hash(keys: np.ndarray, factor: int) -> np.ndarray:
     return (keys.astype(np.uint32) * np.uint32(factor)) >> np.uint32(16)
 
 
-def explain_values(values: list[int], has_names: bool) -> str:
-    """Return what is wrong with the values of all training masks, or nothing."""
+def explain_values(values: list[int], names: Sequence[str]) -> str:
+    """Return what is wrong with the values of all training masks, or nothing.
+
+    names: of the classes, if classes.txt has them.
+    """
     found = [value for value in values if value != VOID]
     # without names: 0 to their number, of which the last one is less
-    if len(found) > 1 and (has_names or found[-1] < len(found)):
+    if len(found) > 1 and (names or found[-1] < len(found)):
         return ""
+    if names:
+        seen = [names[value] for value in found if value < len(names)]
+        hint = ""
+        if VOID in values:
+            seen.append("void")
+            hint = f"; if {VOID} is a class, list it there: NAME = {VOID}"
+        return (
+            f"the training masks hold {' and '.join(seen)} alone, and no pixel of another class "
+            f"of classes.txt; add images of the others, or correct classes.txt{hint}"
+        )
     texts = [str(value) for value in values]
     return (
         f"the training masks hold {shorten(texts)} ({VOID} is void), not two classes or "

@@ -23,6 +23,8 @@ PARTS = {
     "val": ("val", "valid", "validation"),
     "test": ("test", "testing"),
 }
+# a word in a name such as seg_train, training_set, "Test Images" or TrainSet
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 IMAGES = ("images", "image", "img", "imgs", "jpegimages", "leftimg8bit")
 MASKS = (
     *("masks", "mask", "labels", "label", "annotations", "annotation", "annot"),
@@ -57,6 +59,15 @@ class Place(NamedTuple):
 
 def is_part(name: str) -> bool:
     return any(name.lower() in names for names in PARTS.values())
+
+
+def part_in_name(name: str) -> str:
+    """Return the part that a word in the name of a folder says, as in seg_train, or nothing."""
+    words = {word.lower() for word in WORD.findall(name)}
+    for part, names in PARTS.items():
+        if not words.isdisjoint(names):
+            return part
+    return ""
 
 
 def find_places(
@@ -97,6 +108,11 @@ def _find_places(
             refuse_unknown(root, has_masks)
         parts = places_in_kinds(place, wanted)
         return {**found, **(parts or {"train": place})}
+    own_names = explain_parts(root)
+    if own_names:
+        raise UserError(
+            f"{root}: {own_names}; if they are classes, move all into {root / 'train'}"
+        )
     inner = [each for each in inner_folders(root) if not is_part(each.name)]
     if len(inner) < 2 or any(is_kind(each) for each in inner) or has_kinds(root):
         refuse_unknown(root, has_masks)
@@ -113,6 +129,10 @@ def place_of_part(root: Path, folder: Path, part: str, has_masks: bool) -> Place
     if not has_masks:
         if has_kinds(folder):
             refuse_unknown(folder, has_masks)
+        inner = inner_folders(folder)
+        # DIR/train/images/CLASS
+        if len(inner) == 1 and is_kind(inner[0]) and inner_folders(inner[0]):
+            return Place(inner[0])
         return Place(folder)
     place = find_kinds(folder)
     if place:
@@ -227,6 +247,57 @@ def is_beside(name: str) -> bool:
     return bool(BESIDE.fullmatch(os.path.splitext(os.path.basename(name))[0]))
 
 
+def explain_parts(root: Path) -> str:
+    """Return which folders in `root` are to be named DIR/train and DIR/test, as seg_test is.
+
+    Nothing unless their names have the words of two parts.
+    """
+    named: dict[str, Path] = {}
+    for folder in inner_folders(root):
+        part = part_in_name(folder.name)
+        if part:
+            named.setdefault(part, folder)
+    if len(named) < 2:
+        return ""
+    names = " and ".join(sorted(folder.name for folder in named.values()))
+    moves = []
+    for part, folder in named.items():
+        inner = inner_folders(folder)
+        # the archive's folder in a folder of that name
+        while len(inner) == 1 and part_in_name(inner[0].name) == part:
+            folder = inner[0]
+            inner = inner_folders(folder)
+        if folder != root / part:
+            moves.append(f"{folder.relative_to(root)} to {root / part}")
+    return f"{names} are named as parts of the set; move {', and '.join(moves)}"
+
+
+def find_whole(root: Path, has_masks: bool, depth: int = 1) -> Path | None:
+    """Return the only folder below `root` that looks as if it were meant as DIR."""
+    found = []
+    for folder in inner_folders(root):
+        if part_in_name(folder.name):
+            continue
+        try:
+            inner: Path | None = folder
+            if not looks_whole(folder, has_masks):
+                inner = find_whole(folder, has_masks, depth - 1) if depth else None
+        except OSError:  # of another user
+            continue
+        if inner:
+            found.append(inner)
+    return found[0] if len(found) == 1 else None
+
+
+def looks_whole(folder: Path, has_masks: bool) -> bool:
+    """Return whether a folder has one for training, or those of images and masks, or of classes."""
+    if choose_folder(folder, PARTS["train"]):
+        return True
+    if has_masks:
+        return bool(find_kinds(folder))
+    return sum(bool(images_in(each)) for each in inner_folders(folder)) > 1
+
+
 def refuse_unknown(folder: Path, has_masks: bool) -> NoReturn:
     """Raise a UserError that says what `folder` has, and what is expected."""
     inner = inner_folders(folder)
@@ -237,8 +308,14 @@ def refuse_unknown(folder: Path, has_masks: bool) -> NoReturn:
         is_other = len(inner) > 1 and all(images_in(each) for each in inner)
     else:
         is_other = has_kinds(folder)
+    own_names = explain_parts(folder)
+    whole = find_whole(folder, has_masks)
     if is_other:
         hint = f": {OTHER_TASK[has_masks]}"
+    elif own_names:
+        hint = f": {own_names}"
+    elif whole:
+        hint = f": name {whole} instead"
     raise UserError(
         f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}{hint}; expected "
         f"{EXPECTED[has_masks]}; python -m ddpkit convert takes other formats"

@@ -6,12 +6,14 @@ dataset.py makes of it, with the flags of main.py that follow DIR, such as --aug
 
 The exit status is 1 if there are errors: files that cannot be read, images without masks and masks
 without images, sizes that differ, values that are no class, images that need another value_range in
-data.json, or that are in train and in val; not for warnings: images that come twice in a part, or
-that EXIF turns beside their masks.
+data.json, or that are in two of train, val and test; not for warnings: images that come twice in a
+part, or that EXIF turns beside their masks.
 Whatever else training refuses is told in one line, with status 2.
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import math
 import os
@@ -46,7 +48,9 @@ from ddpkit.ranks.cpus import cpus
 from ddpkit.run.flags import Parser
 from ddpkit.tools.check_picture import draw_check
 
-PARTS = ("train", "val")
+PARTS = ("train", "val", "test")
+# in a line of broken.txt, above what is written anew
+WRITTEN = "written by python -m ddpkit check --skip-broken"
 CHUNK = 8  # samples that a worker reads at once: what is passed on takes time, too
 
 
@@ -110,17 +114,19 @@ def flatten(loader: DataLoader, bar: tqdm) -> Iterator[Facts]:
 
 
 class Survey:
-    """What all samples of the two parts have shown."""
+    """What all samples of the parts have shown: train, val and, if there is one, test."""
 
     def __init__(self, parts: Sequence[MapDataset], workers: int) -> None:
         self.errors: list[str] = []
         # By the image's path: why training cannot use it, or its mask.
         self.broken: dict[str, str] = {}
         self.warnings: list[str] = []
-        self.sizes: tuple[list, list] = ([], [])
+        self.parts = PARTS[: len(parts)]
+        self.paths = {sample[0] for part in parts for sample in part.samples}
+        self.sizes: list[list[tuple[int, int]]] = [[] for _ in parts]
         # by part and class number
-        self.pixels = np.zeros((2, 2**16), np.int64)
-        self.images = np.zeros((2, 2**16), np.int64)
+        self.pixels = np.zeros((len(parts), 2**16), np.int64)
+        self.images = np.zeros((len(parts), 2**16), np.int64)
         self.moments: Any = 0.0  # of training images
         meant: Meant = {}
         turned: list[str] = []
@@ -153,9 +159,10 @@ class Survey:
                 self.pixels[number, value] += pixels
                 self.images[number, value] += 1
             other, copy = first.setdefault(facts.pixels, (number, path))
-            # in both parts it makes the metrics too good, in one only counts twice
+            # in two parts it makes the metrics too good, in one only counts twice
             if other != number:
-                self.errors.append(f"{path}: the same image is in train, {copy}")
+                found = PARTS[other]
+                self.errors.append(f"{path}: the same image is in {found}, {copy}")
             elif copy != path:
                 self.warnings.append(f"{path}: the same image as {copy}")
         if mixed:
@@ -175,27 +182,36 @@ class Survey:
         self.errors = []
         for path, line in lines:
             named = line.partition(": ")[0]  # the mask may be
-            if not listed.isdisjoint([os.path.abspath(path), os.path.abspath(named)]):
+            if {os.path.abspath(path), os.path.abspath(named)} & listed.keys():
                 self.warnings.append(f"left out by {folders.BROKEN}: {line}")
             else:
                 self.errors.append(line)
+        used = {os.path.abspath(path) for path in self.paths}
+        used.update(os.path.abspath(line.partition(": ")[0]) for _, line in lines)
+        unused = folders.explain_unused(root, listed, used)
+        if unused:
+            self.warnings.append(unused)
 
     def name_classes(self, labels: Labels, root: Path) -> list[str]:
-        """Return the classes of masks; add an error of too few, or of numbers in val alone."""
+        """Return the classes of masks; add an error of too few, or of numbers that train lacks."""
         used = np.flatnonzero(self.images[0]).tolist()
-        others = np.flatnonzero(self.images[1]).tolist()
         classes: list[str] = labels
         if not labels:
             largest = max((value for value in used if value != VOID), default=-1)
             classes = [str(number) for number in range(largest + 1)]
         fault = ""
         if used:  # else no mask could be read
-            fault = explain_values(used, bool(labels))
-        unknown = [str(value) for value in others if len(classes) <= value < VOID]
-        if unknown and not fault:
-            fault = f"validation masks have {shorten(unknown)}, no training mask has"
-        if fault:
-            self.errors.append(f"{root}: {fault}")
+            fault = explain_values(used, labels)
+        faults = [fault] if fault else []
+        for number, part in enumerate(self.parts):
+            others = np.flatnonzero(self.images[number]).tolist()
+            unknown = [str(value) for value in others if len(classes) <= value < VOID]
+            if unknown and not fault:
+                of = "validation" if part == "val" else part
+                faults.append(
+                    f"{of} masks have {shorten(unknown)}, no training mask has"
+                )
+        self.errors += [f"{root}: {fault}" for fault in faults]
         return classes
 
     def propose(self, format: Format) -> Format:
@@ -215,20 +231,23 @@ class Survey:
 
     def lines(self, names: dict[int, str], has_masks: bool) -> Iterator[str]:
         """Yield the lines about sizes, and one for each class, by its number."""
-        for part, sizes in zip(PARTS, self.sizes, strict=True):
+        for part, sizes in zip(self.parts, self.sizes, strict=True):
             used = sorted(sizes, key=math.prod)  # by area
             # the least and the greatest, once if they are equal
             texts = [f"{width} x {height}" for height, width in used[:1] + used[-1:]]
             ends = " to ".join(dict.fromkeys(texts)) or "none"
             yield f"{part:10}{len(used)} images; width x height: {ends}"
         what = "pixels" if has_masks else "images"
-        yield f"classes   images, and share of the {what}, in train and in val"
+        where = " and ".join(f"in {part}" for part in self.parts[-2:])
+        if len(self.parts) > 2:
+            where = f"in {self.parts[0]}, {where}"
+        yield f"classes   images, and share of the {what}, {where}"
         totals = np.maximum(self.pixels.sum(1, keepdims=True), 1)
         shares = 100 * self.pixels / totals
         longest = max(map(len, names.values()), default=0)
         for value, name in names.items():
             line = f"          {name:{longest}}"
-            for number in range(len(PARTS)):
+            for number in range(len(self.parts)):
                 images = self.images[number, value]
                 line += f"  {images:9} {shares[number, value]:8.3g} %"
             yield line
@@ -284,12 +303,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         train, val = folders.find_mask_pairs(root, note=note)
     else:
         train, val, classes = folders.find_labelled(root, note=note)
+    sets = [train, val]
+    unread = ""
+    try:
+        # the lines about the others have been printed
+        with contextlib.redirect_stdout(io.StringIO()):
+            if folders.has_test(root, has_masks):
+                find = folders.find_mask_pairs if has_masks else folders.find_labelled
+                sets.append(find(root, "test", note=note)[1])
+    except UserError as error:  # training does without
+        unread = f"the test set is not read: {error.line}"
+    found = list(dict.fromkeys(found))  # training's twice
     kind = folders.MaskFiles if has_masks else folders.ImageFiles
-    parts = [
-        kind(folders.Part(samples, format, labels), tuple) for samples in (train, val)
-    ]
+    parts = [kind(folders.Part(samples, format, labels), tuple) for samples in sets]
     survey = Survey(parts, given.workers)
     survey.errors += found
+    if unread:
+        survey.warnings.append(unread)
     if has_masks:
         classes = survey.name_classes(labels, root)
     names = dict(enumerate(classes))
@@ -310,26 +340,43 @@ def main(argv: Sequence[str] | None = None) -> None:
         distributed.print0(f"{NAME} {json.dumps(wanted.keys())} ({how})")
     if given.write:
         write_format(root, wanted)
-    draw_check(given.picture, args)
+    refused = draw_check(given.picture, args)
+    if refused and not survey.errors:
+        survey.errors.append(refused)
     distributed.print0(f"{len(survey.errors)} errors, {len(survey.warnings)} warnings")
     distributed.teardown()
     sys.exit(1 if survey.errors else 0)
 
 
 def write_broken(root: Path, broken: Mapping[str, str]) -> None:
-    """Write DIR/broken.txt anew: each image that cannot be used, below a remark that says why."""
+    """Write DIR/broken.txt: each image that cannot be used, below a remark that says why.
+
+    What others have written there stays, above a line that says what is written anew.
+    """
     path = root / folders.BROKEN
-    lines = [
-        "# What training leaves out; written by python -m ddpkit check --skip-broken"
-    ]
+    own = own_lines(folders.read_lines(path)) if path.is_file() else []
+    listed = folders.parse_broken(root, own)
+    lines = [*own, f"# {WRITTEN}; lines above this one stay"]
     for image, reason in sorted(broken.items()):
         name = os.path.relpath(image, root)
         if "\n" in name:
             continue  # it stays an error
+        if os.path.abspath(image) in listed:
+            continue
         lines.append(f"# {escape(reason)}")
         # a # or a space at its beginning would not be taken for the name's
         lines.append(os.path.join(".", name))
     with files.writing(path) as tmp_path:
         text = "\n".join(lines) + "\n"
         tmp_path.write_text(text, encoding="utf-8", errors="surrogateescape")
-    distributed.print0(f"{path}: lists {len(broken)} images, which training leaves out")
+    count = len(folders.parse_broken(root, lines))
+    distributed.print0(f"{path}: lists {count} images, which training leaves out")
+
+
+def own_lines(lines: Sequence[str]) -> list[str]:
+    """Return the lines of DIR/broken.txt that a person has written, wherever they are."""
+    marks = [number for number, line in enumerate(lines) if WRITTEN in line]
+    first = marks[0] if marks else len(lines)
+    # those that somebody has put at the end
+    added = [line for line in lines[first:] if not line.startswith(("#", "./"))]
+    return [line for line in [*lines[:first], *added] if line.strip()]

@@ -23,15 +23,18 @@ LINE = 2  # pixels of an outline
 Shown = tuple[np.ndarray, np.ndarray | None]  # (H, W, 3), and a mask (H, W), both uint8
 
 
-def draw_check(path: Path, args: Namespace) -> None:
-    """Draw images of the training set that dataset.py builds, each as it is and augmented."""
+def draw_check(path: Path, args: Namespace) -> str:
+    """Draw images of the training set that dataset.py builds, each as it is and augmented.
+
+    Returns why training would not start, or nothing.
+    """
     try:
         # its lines are those of the report, said again
         with contextlib.redirect_stdout(io.StringIO()):
             train_set, _, classes = process.own("dataset").build_datasets(args)
     except UserError as error:
         distributed.print0(f"{path} is not drawn: {error.line}")
-        return
+        return error.line
     names = pictures.legible(classes)
     seeded = Seeded(train_set, classes, 0)
     present: set[int] = set()
@@ -44,14 +47,13 @@ def draw_check(path: Path, args: Namespace) -> None:
             axes = figure.add_subplot(label=str(index))
             axes.axis("off")
             axes.imshow(beside_each_other(shown, classes))
-            file = Path(samples.name(train_set, index).split(", ", 1)[-1])
-            lines = [str(Path(*file.parts[-2:]))]
+            lines = [end_of(samples.name(train_set, index).split(", ", 1)[-1])]
             for _, mask in shown:
                 if mask is not None:
                     present.update(np.unique(mask).tolist())
             if target.ndim < 2:
-                lines.insert(0, "; ".join(named(target, names)) or "none")
-            lines = [pictures.clip(line, 40) for line in lines]
+                text = "; ".join(named(target, names)) or "none"
+                lines.insert(0, pictures.clip(text, 40))
             axes.set_title("\n".join(lines), fontsize=9)
         if figure.axes:
             pictures.lay_out(figure)
@@ -59,6 +61,13 @@ def draw_check(path: Path, args: Namespace) -> None:
         if present:
             pictures.draw_legend(figure, classes, present, "not outlined")
     distributed.print0(f"{path}: {len(figure.axes)} training images; look at them")
+    return ""
+
+
+def end_of(path: str) -> str:
+    """Return folder and name of a file, of a long one the end."""
+    text = str(Path(*Path(path).parts[-2:]))
+    return pictures.clip(text[::-1], 40)[::-1]
 
 
 def spread(total: int) -> list[int]:

@@ -8,6 +8,9 @@ import pytest
 from generated import Done, Project, both_tasks
 from PIL import Image
 
+from ddpkit.tools.check import write_broken
+from ddpkit.tools.check_picture import end_of
+
 RIGHT = 6  # an orientation in EXIF
 
 
@@ -75,6 +78,11 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     painter.copy("train/a/3.png", "train/a/twice.png")
     (data / "train/empty").mkdir()
     painter.image("val/unknown/0.png")
+    painter.image("test/zebra/0.png")
+    painter.image("test/a/0.png")
+    painter.copy("train/a/1.png", "test/a/leak.png")
+    painter.copy("val/a/1.png", "test/b/leak.png")
+    (data / "test/b/cut.jpg").write_bytes(jpeg[:900])
     done = check(project, data)
     holds(
         done,
@@ -85,12 +93,18 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         ("error: train/b/text.png: ", "cannot be read"),
         ("error: val/a/none.tif: ", "cannot be read"),
         ("error: val/a/leak.png: ", "train/a/0.png"),
+        (f"error: {data}: ", "class zebra of test is not"),
+        ("error: test/a/leak.png: ", "is in train, train/a/1.png"),
+        ("error: test/b/leak.png: ", "is in val, val/a/1.png"),
+        ("error: test/b/cut.jpg: ", "cannot be read"),
         ("error: val/b/saved again.bmp: ", "train/b/1.png"),
         ("warning: train/b/clash.png: ", "train/a/2.png"),
         ("warning: train/a/twice.png: ", "train/a/3.png"),
     )
     assert "train     13 images; " in done.out
-    assert done.out.splitlines()[-1] == "7 errors, 2 warnings"
+    assert "test      3 images; " in done.out
+    assert "share of the images, in train, in val and in test\n" in done.out
+    assert done.out.splitlines()[-1] == "11 errors, 2 warnings"
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
@@ -121,6 +135,8 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
     (data / "train/images/broken.png").write_bytes(cut)
     painter.image("train/images/alone.png")
     painter.mask("val/masks/alone.png")
+    painter.image("test/images/0.png")
+    painter.save("test/masks/0.png", np.full((20, 30), 8, np.uint8))
     for kind in "images", "masks":
         painter.copy(f"train/{kind}/0.png", f"val/{kind}/leak.png")
         painter.copy(f"train/{kind}/1.png", f"train/{kind}/twice.png")
@@ -142,6 +158,7 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
             "warning: train/images/half turned.png: ",
             "EXIF turns this image and 0 others",
         ),
+        ("error: test/masks/0.png: ", "value 8 in 600 pixels is no class; "),
         ("error: train/masks/unknown.png: ", "value 9 in 600 pixels is no class; "),
         ("error: train/masks/broken mask.png: ", "cannot be read"),
         ("error: train/images/broken.png: ", "cannot be read"),
@@ -151,7 +168,7 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
         ("warning: train/images/twice.png: ", "train/images/1.png"),
         ("warning: train/images/two masks.png: ", "train/images/2.png"),
     )
-    assert done.out.splitlines()[-1] == "8 errors, 3 warnings"
+    assert done.out.splitlines()[-1] == "9 errors, 3 warnings"
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
@@ -161,8 +178,10 @@ def test_names_that_never_match(project: Project, tmp_path: Path) -> None:
     for number in range(3):
         painter.image(f"train/images/a{number}.png")
         painter.mask(f"train/masks/{number}1.png")
+    painter.image("test/1.png")  # as Kaggle's, without masks
     done = check(project, tmp_path / "set")
     assert done.status == 1
+    assert "warning: the test set is not read: " in done.out
     for number in range(3):
         assert f"images/a{number}.png: no mask of that name in " in done.out
         assert f"masks/{number}1.png: no image of that name in " in done.out
@@ -195,6 +214,44 @@ def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) ->
     assert broken[1].name in text
     done = project.train(data, tmp_path / "run", "--epochs", 2, on=1).ok()
     assert "; other training images than then\n" in done.out
+    # what training refuses is an error here, too
+    every = [f"val/images/{path.name}" for path in (data / "val/images").iterdir()]
+    (data / "broken.txt").write_text("\n".join([*every, "val/images/typed"]))
+    done = check(project, data)
+    assert done.status == 1
+    assert "is not drawn: " in done.out
+    assert "warning: " in done.out
+    assert "lines name no file of the set: val/images/typed; " in done.out
+
+
+def test_own_lines_of_broken_txt(tmp_path: Path) -> None:
+    """They stay, also at the end and beside those of an earlier check."""
+    painter = Painter(tmp_path)
+    for number in range(4):
+        painter.image(f"{number}.png")
+    listed = tmp_path / "broken.txt"
+    listed.write_text("# blurred\n1.png\n9.png\n", encoding="utf-8-sig")
+    broken = {str(tmp_path / f"{number}.png"): "why" for number in (1, 2)}
+    write_broken(tmp_path, broken)
+    first = listed.read_text()
+    assert first.startswith("# blurred\n1.png\n9.png\n# written by python -m ddpkit")
+    assert first.endswith("\n# why\n./2.png\n")
+    assert first.count("1.png") == 1
+    write_broken(tmp_path, broken)
+    assert listed.read_text() == first
+    with open(listed, "a") as file:
+        file.write("3.png\n")
+    write_broken(tmp_path, {})
+    kept, _, rest = listed.read_text().partition("# written")
+    assert kept == "# blurred\n1.png\n9.png\n3.png\n"
+    assert rest.count("\n") == 1
+
+
+def test_the_end_of_a_path_is_shown() -> None:
+    assert end_of("/data/a/1.png") == "a/1.png"
+    shown = end_of(f"/data/{'a long name of a class ' * 3}/0001.png")
+    assert len(shown) == 40
+    assert shown.endswith(" class /0001.png")
 
 
 class TestThePicture:

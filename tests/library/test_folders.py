@@ -66,6 +66,11 @@ def save_mask(size: tuple[int, int], value: int) -> Callable[[Path], None]:
     return lambda d: Image.new("L", size, value).save(d / "train/masks/0003.png")
 
 
+def save_plain(folder: Path) -> None:
+    for path in folder.iterdir():
+        Image.new("L", (64, 64)).save(path)
+
+
 SPOILT = [
     (
         "labels",
@@ -102,6 +107,12 @@ SPOILT = [
         save_mask((64, 60), 0),
         "folders.open",
         ["0003.png", "64 x 60", "64 x 64"],
+    ),
+    (
+        "masks",
+        lambda d: save_plain(d / "train/masks"),
+        "folders.survey",
+        ["masks hold background alone", "no pixel of another class"],
     ),
     (
         "masks",
@@ -424,6 +435,103 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
         find("masks", data / "yolo")
 
 
+NAMED = [
+    # as Intel's, and those of many others
+    (["seg_train/seg_train/CLASS", "seg_test/seg_test/CLASS"], "seg_test/seg_test to"),
+    (["training_set/CLASS", "test_set/CLASS"], "training_set to DIR/train"),
+    (["Train_Set/CLASS", "ValidationSet/CLASS"], "ValidationSet to DIR/val"),
+    (["train_data/CLASS", "test/CLASS", "more/CLASS"], "train_data to DIR/train"),
+    (["CLASS", "cat/test"], "(test)"),
+    (["CLASS", "cat/Test Images"], "(Test Images)"),
+    (["train/CLASS", "train/cat/old train", "train/cat/old test"], "(old test, old "),
+    # what to type
+    (["animals/train/CLASS", "animals/test/CLASS"], "name DIR/animals instead"),
+    (["set/images/CLASS"], "name DIR/set/images instead"),
+    (["train", "bus"], "move all class folders into one: DIR/train/train"),
+    (["images/fold1 masks/fold1", "images/test_set masks/test_set"], "(test_set)"),
+    (["training_set/images training_set/masks", "test_set/images"], "training_set to"),
+    (["data/images data/masks"], "name DIR/data instead"),
+]
+
+
+@pytest.mark.parametrize(("layout", "words"), NAMED)
+def test_folders_named_as_parts(
+    tmp_path: Path, layout: Sequence[str], words: str
+) -> None:
+    """A word such as train in the names of folders: the test set is no class, and in none."""
+    kind = "masks" if "masks" in layout[0] else "labels"
+    for form in layout:
+        for folder in [form] if "masks" not in form else form.split(" "):
+            for name in "cat", "dog":
+                path = tmp_path / folder.replace("CLASS", name) / f"{name}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+    found = {"labels": folders.find_labelled, "masks": folders.find_mask_pairs}[kind]
+    with pytest.raises(UserError) as caught:
+        found(tmp_path)
+    assert words in caught.value.line.replace(str(tmp_path), "DIR")
+
+
+def test_one_folder_named_as_a_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Beside classes it is one, and a line says so; a class within DIR/train has any name."""
+    for name in "cat", "freight train", "train/test tube", "train/bullet train":
+        for number in range(2):
+            path = tmp_path / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    assert folders.find_labelled(tmp_path)[2] == ["bullet train", "test tube"]
+    shutil.rmtree(tmp_path / "train")
+    assert folders.find_labelled(tmp_path)[2] == ["cat", "freight train"]
+    assert f"{tmp_path / 'freight train'}: taken for a class" in capsys.readouterr().out
+    (tmp_path / "cat").rename(tmp_path / "images")
+    inner = tmp_path / "train/images"
+    inner.mkdir(parents=True)
+    (tmp_path / "images").rename(inner / "cat")
+    (tmp_path / "freight train").rename(inner / "dog")
+    assert folders.find_labelled(tmp_path)[2] == ["cat", "dog"]
+
+
+def test_lines_of_broken_txt(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As people write them; what names no file is counted and named, an empty class refused."""
+    data = tmp_path / "set"
+    for name in "cat", "dog", "eel":
+        for number in range(8):
+            path = data / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    (data / "test/cat").mkdir(parents=True)
+    (data / "test/cat/9.png").touch()
+    (data / "cat/a # b.png").touch()
+    (tmp_path / "link").symlink_to(data)
+    lines = [
+        "cat/0.png",  # behind the mark
+        "cat/1.png # blurry",
+        "cat\\2.png",
+        '"cat/3.png"',
+        str(data.resolve() / "cat/4.png"),
+        "cat/a # b.png",
+        "test/cat/9.png",  # of a part that is not read
+    ]
+    wrong = ["cat/99.png", "Cat/1.png", "cat/", "cat/*.png", str(tmp_path / "x.png")]
+    listed = data / "broken.txt"
+    for names in lines, lines + wrong:
+        listed.write_text("\r\n".join(names), encoding="utf-8-sig")
+        train, val, _ = folders.find_labelled(tmp_path / "link")
+        assert len(train + val) == 25 - 6
+        out = capsys.readouterr().out
+        assert "broken.txt: 6 of 25 images are left out: cat/0.png, " in out
+        assert ("lines name no file" in out) == (names != lines)
+    assert f"broken.txt: 5 lines name no file of the set: {', '.join(wrong[:4])}" in out
+    listed.write_text("cat/0.png", encoding="utf-16")
+    with refusal("folders.read_lines", listed, "save it as UTF-8"):
+        folders.find_labelled(data)
+    listed.write_text("\n".join(f"eel/{number}.png" for number in range(8)))
+    with refusal("folders.refuse_lost_classes", listed, "class eel"):
+        folders.find_labelled(data)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(1)
 def test_broken_files_are_left_out(
@@ -599,6 +707,16 @@ class TestLists:
         assert self.rows(tmp_path, content) == [(a, "cät"), (b, "cät, old")]
         loose = 'file, label \na.jpg, cät\n"b,1.jpg","cät, old"\n,\n , \n'
         assert self.rows(tmp_path, loose) == [(a, "cät"), (b, "cät, old")]
+
+    def test_columns_not_used(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture
+    ) -> None:
+        """They are named; one that divides the set is refused, unless it says the same."""
+        self.rows(tmp_path, "id,file,label,Split\n1,a.jpg,x,Train\n2,a.jpg,x,\n")
+        line = f"{tmp_path / 'train.csv'}: columns not used: id, Split\n"
+        assert capsys.readouterr().out == line
+        with refusal("folders.refuse_part", "train.csv, line 3: Split is test, "):
+            self.rows(tmp_path, "file,label,Split\na.jpg,x,train\na.jpg,x,test\n")
 
     @pytest.mark.parametrize(
         ("content", "words"),
