@@ -60,7 +60,8 @@ def lists_of_images(tree: Tree) -> list[str]:
         image = image_column(row)
         if "submission" in name.lower() or is_other or not row:
             continue
-        if any(tree.has_image(each.get(image, "")) for each in tree.rows(name)):
+        rows = tree.rough_rows(name)
+        if any(tree.has_image(each.get(image, "")) for each in rows):
             found.append(name)
     return found
 

@@ -120,15 +120,19 @@ def names_apart(paths: Sequence[Path]) -> list[str]:
     folders_of = []
     for path in paths:
         folders_of.append([each for each in path.parent.parts if not part_of(each)])
-    names = [path.stem for path in paths]
-    for count in range(1, max(map(len, folders_of), default=0)):
-        if len({name.lower() for name in names}) == len(names):
-            break
+    best = [path.stem for path in paths]
+    for count in range(1, max(map(len, folders_of))):
         names = [
             "/".join([*own[-count:], path.stem])
             for own, path in zip(folders_of, paths, strict=True)
         ]
-    return names
+        if count_different(names) > count_different(best):
+            best = names
+    return best
+
+
+def count_different(names: Sequence[str]) -> int:
+    return len({name.lower() for name in names})
 
 
 def both_of(first: Sample, second: Sample) -> Sample:
@@ -240,7 +244,7 @@ def folder_name(label: str) -> str:
 
 def has_folder_names(labels: Sequence[str]) -> bool:
     """Return whether each class can have a folder of its own, on any disk."""
-    return len({folder_name(label).lower() for label in labels}) == len(labels)
+    return count_different([folder_name(label) for label in labels]) == len(labels)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -251,8 +251,12 @@ class Tree:
 
     def first_row(self, name: str) -> dict[str, str]:
         """Return the first row of a CSV file, to see what it is; {} if there is none."""
+        return next(self.rough_rows(name), {})
+
+    def rough_rows(self, name: str) -> Iterator[dict[str, str]]:
+        """Yield the rows of a CSV file that may not be one of labels: of any encoding."""
         text = files.read_file(self.path(name)).decode("utf-8-sig", "replace")
-        return next(split_rows(text), {})
+        return split_rows(text)
 
     def rows(self, name: str) -> Iterator[dict[str, str]]:
         """Yield the rows of a CSV file, with the blanks around names and values removed."""
