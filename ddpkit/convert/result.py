@@ -98,7 +98,7 @@ def name_samples(found: LabelledSet, is_by_class: bool) -> list[tuple[Sample, st
             f"{len(shared)} images go into two parts, so that scores count what was trained on: "
             f"{shorten(shared)}"
         )
-    named = []
+    named: list[tuple[Sample, str]] = []
     for own in places.values():
         named += zip(own.values(), names_apart(list(own)), strict=True)
     taken: set[tuple] = set()

@@ -124,7 +124,7 @@ class Tree:
         if not found and ending_of(last) in ENDINGS:
             # such as x.tif for x.png, after somebody has saved the images anew
             found = self.images_by_name.get(os.path.splitext(last)[0], [])
-        found = [name for name in found if self.may_be(name, given, part)]
+        found = [name for name in found if self.may_be(name, given, near, part)]
         longest = max((common_end(name, given) for name in found), default=0)
         for wanted in (
             lambda name: common_end(name, given) == longest,
@@ -154,7 +154,7 @@ class Tree:
         last = slashes(given).rpartition("/")[2]
         return last in self.images_by_name
 
-    def may_be(self, name: str, given: str, part: str) -> bool:
+    def may_be(self, name: str, given: str, near: str, part: str) -> bool:
         """Return whether an image of the right name lies where `given` and `part` say."""
         own = folder_of(name)
         folder = folder_of(given)
@@ -167,6 +167,8 @@ class Tree:
             return False
         # of lists of parts for images that are all in one folder named train
         is_pool = self.parts == {"train"}
+        # folders that the label file lies in, too, say nothing
+        lies_in = part_of(without_start(own, folder_of(near)))
         if part and lies_in and part != lies_in and not is_pool:
             return False
         rest = special_names(folder, same)
@@ -313,6 +315,16 @@ def common_end(name: str, given: str) -> int:
             break
         count += 1
     return count
+
+
+def without_start(folder: str, other: str) -> str:
+    """Return a folder without those in front that it has in common with the other one."""
+    pieces = folder.split("/")
+    for piece in other.split("/"):
+        if not pieces or pieces[0] != piece:
+            break
+        del pieces[0]
+    return "/".join(pieces)
 
 
 def is_end(given: str, longer: str) -> bool:

@@ -28,11 +28,12 @@ def find_yolo(tree: Tree) -> list[str]:
 
 def find_class_lists(tree: Tree) -> list[str]:
     """Return the classes.txt of exports without YAML, if an image has outlines or boxes."""
-    for image in tree.in_folder(""):
+    lists = [name for name in tree.files if name.rpartition("/")[2] == "classes.txt"]
+    for image in tree.in_folder("") if lists else ():
         labels = label_file(tree, image)
         words = first_words(tree, labels) if labels else []
         if len(words) >= 5 and all(NUMBER.fullmatch(word) for word in words):
-            return [name for name in tree.files if name.endswith("classes.txt")]
+            return lists
     return []
 
 
@@ -65,7 +66,13 @@ def read_yolo(tree: Tree) -> LabelledSet:
         )
     name = names[0]
     if ending_of(name) == ".txt":
-        content = {"names": tree.lines(name)}
+        content: Json = {"names": tree.lines(name)}
+        for other in names:
+            if tree.lines(other) != tree.lines(name):
+                raise UserError(
+                    f"{tree.path(other)}: has other classes than {name}; convert the folder of "
+                    "each by itself"
+                )
         parts = parts_by_folder(tree)
     else:
         content = read_yaml(tree, name)
@@ -112,7 +119,7 @@ def read_yolo(tree: Tree) -> LabelledSet:
                 f"labelled images that no part of {name} has", image
             )
     for label in tree.with_ending(".txt"):
-        is_known = label in label_files or label == name or bool(tree.named)
+        is_known = label in label_files or label in names or bool(tree.named)
         if "labels/" in label.lower() and not is_known:
             found.skipped.leave_out("label files without an image", label)
     tree.count_unnamed(found)

@@ -9,7 +9,9 @@ finds out by itself, and says so; --format decides:
 Of objects that overlap the larger ones are drawn first. A pixel belongs to an outline if its centre
 lies inside; what no object covers is class 0, background. COCO's crowds, and classes named void,
 ignore, ignored, unlabeled or unlabelled, are void (255). What is left out is counted and named.
-OUT appears once it is whole. If it is there already, nothing is written: remove it to convert anew.
+Images are found by as much of their paths as the labels give; one of another part or folder is not
+taken. OUT appears once it is whole. If it is there already, nothing is written: remove it to
+convert anew.
 """
 
 import glob

@@ -874,6 +874,10 @@ def test_an_image_in_two_parts(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     (source / "x.json").rename(source / "train.json")
     coco_file(source / "test.json", names[:1], LARGE)
     assert "1 images go into two parts, so that" in converted(source, capsys)
+    # nor is a folder around it all a part
+    shutil.copytree(source, tmp_path / "around/our_test_set/x")
+    said = converted(tmp_path / "around", capsys)
+    assert "3 in train, 1 in test; 3 classes" in said
 
 
 @pytest.mark.parametrize(
@@ -1012,6 +1016,9 @@ def test_yolo_without_yaml(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     said = converted(source, capsys)
     assert "yolo (" in said
     assert "2 in train, 1 in val; 3 classes" in said
+    write(source / "val/classes.txt", "d\nc\n")
+    assert "val/classes.txt: has other classes than classes.txt" in refusal(source)
+    (source / "val/classes.txt").unlink()
     (source / "classes.txt").unlink()
     write(source / "data.yaml", "train: train\\Images\nnames: [c]\n")
     said = converted(source, capsys)

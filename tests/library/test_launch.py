@@ -124,7 +124,9 @@ def test_wrong_environment(project, tmp_path):
 def test_a_mistake_is_not_repeated(project, tmp_path):
     """Under MAX_RESTARTS; and the ranks say it once."""
     words = project.flags(Path("/nowhere"), tmp_path)
-    project.launch(words, MAX_RESTARTS="3").end().refused("places.inner_folders", "/nowhere")
+    project.launch(words, MAX_RESTARTS="3").end().refused(
+        "places.inner_folders", "/nowhere"
+    )
 
 
 def test_runs_of_one_node_side_by_side(tmp_path):
