@@ -13,7 +13,7 @@ from ddpkit.convert.mask_files import (
     own_lines,
     same_size,
 )
-from ddpkit.convert.tree import ENDINGS, Tree, stem_of
+from ddpkit.convert.tree import ENDINGS, Tree, folder_of, key_of, stem_of
 from ddpkit.data import images, masks
 from ddpkit.errors import UserError, reason_of, shorten
 
@@ -65,7 +65,8 @@ def read_arrays(tree: Tree) -> LabelledSet:
         if path is None:
             continue
         used.add(path)
-        part = part_of(name) or part_of(tree.below(path)) or "train"
+        part = part_of(folder_of(name)) or part_of(folder_of(tree.below(path)))
+        part = part or "train"
         draw = from_values(tree.path(name), labels)
         found.samples.append(Sample(path, part, draw))
     for folder in sorted({path.parent for path in used}):
@@ -80,9 +81,10 @@ def picture_of(tree: Tree, name: str) -> Path | None:
     stem = stem_of(name)
     found = tree.images_by_name.get(stem, [])
     found = [each for each in found if not each.endswith(".npy")]
-    part = part_of(name)
-    if len(found) > 1 and part:
-        found = [each for each in found if part_of(each) == part]
+    part = part_of(folder_of(name))
+    if part:
+        others = {part_of(folder_of(each)) for each in found} - {"", part}
+        found = [each for each in found if part_of(folder_of(each)) not in others]
     # drawings of the masks beside them, as LabelMe makes
     if len(found) > 1:
         found = [each for each in found if "/JPEGImages/" in f"/{each}"] or found
@@ -188,13 +190,10 @@ def find_jpeg_masks(tree: Tree) -> list[str]:
         own = tree.in_folder(folder)
         parent = folder.rpartition("/")[0]
         of_images = image_folder(tree, parent)
-        stems = (
-            {stem_of(name) for name in tree.in_folder(of_images)}
-            if of_images
-            else set()
-        )
-        named = [name for name in own if stem_of(name) in stems]
-        if own and named == tree.in_folder(folder, JPEGS):
+        there = tree.in_folder(of_images) if of_images else []
+        keys = {key_of(name, of_images) for name in there}
+        named = [name for name in own if key_of(name, folder) in keys]
+        if named and named == tree.in_folder(folder, JPEGS):
             found.append(folder)
     return found
 
@@ -213,9 +212,9 @@ def read_jpeg_masks(tree: Tree) -> LabelledSet:
     found = LabelledSet([], ["background", "foreground"])
     for folder in places:
         of_images = image_folder(tree, folder.rpartition("/")[0])
-        image_of = {stem_of(name): name for name in tree.in_folder(of_images)}
+        image_of = tree.keyed(of_images, tree.in_folder(of_images))
         for name in tree.in_folder(folder):
-            image = image_of.pop(stem_of(name))
+            image = image_of.pop(key_of(name, folder))
             part = part_of(folder) or "train"
             draw = two_tones(tree.path(name))
             found.samples.append(Sample(tree.path(image), part, draw))

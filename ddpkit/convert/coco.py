@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from ddpkit.convert.labels import LabelledSet, ObjectClasses, Sample, Size, part_of
+from ddpkit.convert.labels import LabelledSet, ObjectClasses, Sample, Size, to_color
 from ddpkit.convert.shapes import (
     Area,
+    Drawing,
     Shape,
-    drawing,
     fill_counts,
     is_outline,
     to_points,
@@ -43,12 +43,13 @@ def read_coco(tree: Tree) -> LabelledSet:
     for name in names:
         for category in sorted(tree.jsons[name]["categories"], key=lambda c: c["id"]):
             categories.setdefault(str(category["name"]), category.get("color"))
-    colors = {name: tuple(color) for name, color in categories.items() if color}
+    colors = {name: to_color(color) for name, color in categories.items()}
     classes = ObjectClasses(categories, colors)
     found.names = classes.names
     found.colors = classes.colors
     for name in names:
         read_annotations(tree, name, classes, found)
+    tree.count_unnamed(found)
     return found
 
 
@@ -60,7 +61,15 @@ def read_annotations(
         category["id"]: classes.number(category["name"], name)
         for category in content["categories"]
     }
-    objects: dict[Json, list[dict]] = {image["id"]: [] for image in content["images"]}
+    name_of: dict[Json, str] = {}
+    for image in content["images"]:
+        other = name_of.setdefault(image["id"], image["file_name"])
+        if other != image["file_name"]:
+            raise UserError(
+                f"{tree.path(name)}: {other} and {image['file_name']} have the same id "
+                f"{image['id']}, so that nobody knows whose the annotations are; export it anew"
+            )
+    objects: dict[Json, list[dict]] = {key: [] for key in name_of}
     for annotation in content["annotations"]:
         place = f"{tree.path(name)}, annotation {annotation.get('id')}"
         if annotation["category_id"] not in label_of:
@@ -76,8 +85,7 @@ def read_annotations(
             objects[annotation["image_id"]].append(annotation)
     for image in content["images"]:
         given = str(image["file_name"])
-        part = part_of(name) or part_of(given) or "train"
-        path = tree.find_image(given, name, part)
+        path, part = tree.find_sample(given, name)
         if path is None:
             found.skipped.leave_out(f"images of {name} that are not there", given)
             continue
@@ -93,7 +101,7 @@ def read_annotations(
         stated = None
         if image.get("height") and image.get("width"):
             stated = (int(image["height"]), int(image["width"]))
-        draw = drawing(coco_shapes, found.skipped, str(path), stated)
+        draw = Drawing(coco_shapes, found.skipped, str(path), stated)
         found.samples.append(Sample(path, part, draw))
 
 

@@ -1,6 +1,5 @@
 """CVAT's XML for images."""
 
-import re
 from collections.abc import Sequence
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
@@ -13,19 +12,20 @@ from ddpkit.convert.labels import (
     Sample,
     Size,
     part_of,
+    to_color,
 )
 from ddpkit.convert.shapes import (
     Area,
+    Drawing,
     Shape,
     box_outline,
-    drawing,
     fill_counts,
     is_outline,
     oval,
     to_points,
     turned,
 )
-from ddpkit.convert.tree import Tree
+from ddpkit.convert.tree import Tree, folder_of
 from ddpkit.errors import UserError, reason_of
 
 HEAD = b"<annotations"
@@ -65,8 +65,7 @@ def read_cvat(tree: Tree) -> LabelledSet:
             for shape in image
         }
         order = dict.fromkeys(sorted(used))
-    colors = {text: color for text, color in order.items() if color}
-    classes = ObjectClasses(order, colors)
+    classes = ObjectClasses(order, order)
     found.names = classes.names
     found.colors = classes.colors
     for name, root in roots.items():
@@ -74,43 +73,34 @@ def read_cvat(tree: Tree) -> LabelledSet:
             found.skipped.leave_out("tracks of videos", f"{name}, {track.get('label')}")
         for image in root.findall("image"):
             add_image(tree, name, image, classes, found)
+    tree.count_unnamed(found)
     return found
-
-
-def to_color(text: str) -> Color | None:
-    """Return the colour that #rrggbb means."""
-    if not re.fullmatch("#[0-9a-fA-F]{6}", text):
-        return None
-    red, green, blue = bytes.fromhex(text[1:])
-    return red, green, blue
 
 
 def add_image(
     tree: Tree, name: str, image: Element, classes: ObjectClasses, found: LabelledSet
 ) -> None:
     given = image.get("name", "")
-    stated = part_of(image.get("subset", ""))
-    part = stated or part_of(given) or part_of(name) or "train"
-    path = tree.find_image(given, name, part)
+    stated = part_of(image.get("subset", "")) or part_of(folder_of(given))
+    path, part = tree.find_sample(given, name, stated)
     if path is None:
         found.skipped.leave_out(f"images of {name} that are not there", given)
         return
 
     def cvat_shapes(size: Size) -> list[Shape]:
         place = f"{tree.path(name)}, {given}"
-        shapes = [element_shape(each, size, classes, place, found) for each in image]
+        shapes = [element_shape(each, classes, place, found) for each in image]
         return [shape for shape in shapes if shape]
 
     size = None
     if image.get("height") and image.get("width"):
         size = (int(image.get("height", 0)), int(image.get("width", 0)))
-    draw = drawing(cvat_shapes, found.skipped, f"{tree.path(name)}, {given}", size)
+    draw = Drawing(cvat_shapes, found.skipped, f"{tree.path(name)}, {given}", size)
     found.samples.append(Sample(path, part, draw))
 
 
 def element_shape(
     given: Element,
-    size: Size,
     classes: ObjectClasses,
     place: str,
     found: LabelledSet,
@@ -145,11 +135,11 @@ def element_shape(
         shape.outlines = [turned(oval((x, y), (width, height)), degrees)]
     else:
         box = [int(value) for value in numbers("left", "top", "width", "height")]
-        shape.area = boxed_area(given.get("rle", ""), box, size, place)
+        shape.area = boxed_area(given.get("rle", ""), box, place)
     return shape
 
 
-def boxed_area(text: str, box: Sequence[int], size: Size, place: str) -> Area:
+def boxed_area(text: str, box: Sequence[int], place: str) -> Area:
     """Return the area of runs along the rows of a box: left, top, width, height."""
     left, top, width, height = box
     try:
@@ -158,7 +148,5 @@ def boxed_area(text: str, box: Sequence[int], size: Size, place: str) -> Area:
         raise UserError(
             f"{place}: its runs (RLE) are no numbers; export it anew"
         ) from None
-    if left < 0 or top < 0 or left + width > size[1] or top + height > size[0]:
-        raise UserError(f"{place}: it reaches beyond the image; export it anew")
     inside = fill_counts(counts, (height, width), place, by_columns=False)
     return Area(top, left, inside)

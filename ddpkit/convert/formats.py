@@ -147,12 +147,13 @@ def find_label_format(tree: Tree) -> LabelFormat:
         if found:
             return found[0]
     tree.refuse_broken()
-    endings = Counter(ending_of(name) or "without ending" for name in tree.files)
-    there = [f"{count} {ending}" for ending, count in endings.most_common()]
     if as_training_takes_it(tree):
         raise UserError(
             f"{tree.root}: is as training takes it: python -m ddpkit check {tree.root}"
         )
+    image_labels.refuse_unclear(tree)
+    endings = Counter(ending_of(name) or "without ending" for name in tree.files)
+    there = [f"{count} {ending}" for ending, count in endings.most_common()]
     raise UserError(
         f"{tree.named or tree.root}: no format that is known ({shorten(there) or 'no files'}); "
         f"--format takes one of {', '.join(FORMATS)}"
@@ -168,4 +169,5 @@ def is_there(format: LabelFormat, tree: Tree) -> bool:
 def as_training_takes_it(tree: Tree) -> bool:
     places = set(tree.folders) | set(tree.files)
     has_pairs = any({f"{p}images", f"{p}masks"} <= places for p in ("", "train/"))
-    return has_pairs or "train.csv" in places
+    has_list = "train.csv" in places and "file" in tree.first_row("train.csv")
+    return has_pairs or has_list

@@ -14,6 +14,8 @@ from ddpkit.errors import UserError, shorten
 IMAGES = (*runs.IMAGES, "file_name", "image_path", "path", "name")
 LABELS = ("label", "labels", "class", "category", "breed", "species", "target", "tags")
 METADATA = ("metadata.csv", "metadata.jsonl")
+# columns that are none, of sets of captions or of objects
+NO_LABELS = {"text", "caption", "captions", "prompt", "description", "objects", "bbox"}
 YES_NO = {"0", "1", "0.0", "1.0"}
 
 
@@ -23,7 +25,7 @@ def find_several(tree: Tree) -> list[str]:
         name
         for name in tree.files
         if name.rpartition("/")[2] == "_classes.csv"
-        and "filename" in next(tree.rows(name), {})
+        and "filename" in tree.first_row(name)
     ]
 
 
@@ -33,7 +35,7 @@ def find_metadata(tree: Tree) -> list[str]:
     for name in tree.files:
         if name.rpartition("/")[2] in METADATA:
             row = next(records(tree, name), {})
-            if "file_name" in row and label_columns(row, "file_name"):
+            if "file_name" in row and label_columns([row], "file_name"):
                 found.append(name)
     return found
 
@@ -41,16 +43,39 @@ def find_metadata(tree: Tree) -> list[str]:
 def find_lists(tree: Tree) -> list[str]:
     """Return the CSV files whose first row names an image that is there, and has a label."""
     found = []
-    for name in tree.with_ending(".csv"):
-        row = next(tree.rows(name), {})
-        image = image_column(row)
-        is_other = name in find_several(tree) or runs.columns_of(tree, name)
-        if "submission" in name.lower() or is_other or not label_columns(row, image):
-            continue
-        part = part_of(name) or "train"
-        if any(tree.find_image(each[image], name, part) for each in tree.rows(name)):
+    for name in lists_of_images(tree):
+        row = tree.first_row(name)
+        if label_columns([row], image_column(row)):
             found.append(name)
     return found
+
+
+def lists_of_images(tree: Tree) -> list[str]:
+    """Return the CSV files in which a row names an image that is there."""
+    found = []
+    several = find_several(tree)
+    for name in tree.with_ending(".csv"):
+        is_other = name in several or runs.columns_of(tree, name)
+        row = tree.first_row(name)
+        image = image_column(row)
+        if "submission" in name.lower() or is_other or not row:
+            continue
+        rows = tree.rough_rows(name)
+        if any(tree.has_image(each.get(image, "")) for each in rows):
+            found.append(name)
+    return found
+
+
+def refuse_unclear(tree: Tree) -> None:
+    """Raise a UserError if a CSV file has images, and no column that is known as their labels."""
+    for name in lists_of_images(tree):
+        row = tree.first_row(name)
+        others = [column for column in row if column != image_column(row)]
+        if others:
+            raise UserError(
+                f"{tree.path(name)}: none of its columns {', '.join(others)} is known as that of "
+                "the labels; name it label in the first line"
+            )
 
 
 def records(tree: Tree, name: str) -> Iterator[dict[str, Json]]:
@@ -77,16 +102,28 @@ def image_column(row: dict[str, Json]) -> str:
     return named[0] if named else next(iter(row), "")
 
 
-def label_columns(row: dict[str, Json], image: str) -> list[str]:
+def label_columns(rows: Sequence[dict[str, Json]], image: str) -> list[str]:
     """Return the column of labels; or those of classes, which have 0 or 1; or none."""
-    others = [column for column in row if column and column != image]
+    split = runs.split_column(rows)
+    others = [column for column in rows[0] if column and column not in (image, split)]
     for column in others:
         if column.lower() in LABELS:
             return [column]
     if len(others) > 1:
-        are_classes = all(str(row[column]) in YES_NO for column in others)
+        are_classes = all(
+            str(row.get(column)) in YES_NO for row in rows for column in others
+        )
         return others if are_classes else []
     return others
+
+
+def refuse_others(tree: Tree, name: str, column: str, value: Json) -> None:
+    """Raise a UserError if a column has no labels of images, but texts or objects."""
+    if column.lower() in NO_LABELS or isinstance(value, dict):
+        raise UserError(
+            f"{tree.path(name)}: its column {column} has texts or objects, no labels of images; "
+            "name the column of the labels label"
+        )
 
 
 def labels_in_row(row: dict[str, Json], columns: Sequence[str]) -> list[str]:
@@ -97,6 +134,21 @@ def labels_in_row(row: dict[str, Json], columns: Sequence[str]) -> list[str]:
         return [str(each) for each in value]
     words = re.split(r"[;|]", "" if value is None else str(value))
     return [word.strip() for word in words if word.strip()]
+
+
+def blanks_in(
+    name: str, rows: Sequence[dict[str, Json]], columns: Sequence[str]
+) -> list[str]:
+    """Return a line if a column for several labels may have blanks between them, or none."""
+    if len(columns) > 1 or columns[0].lower() not in ("labels", "tags"):
+        return []
+    for row in rows:
+        for label in labels_in_row(row, columns):
+            if " " in label:
+                return [
+                    f'{name}: "{label}" is one class; if these are several labels, write ; between'
+                ]
+    return []
 
 
 def read_several(tree: Tree) -> LabelledSet:
@@ -121,15 +173,24 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
     of_image: dict[Path, tuple[str, ...]] = {}
     classes: set[str] = set()
     for name in names:
-        columns: list[str] = []
-        image = ""
-        for row in records(tree, name):
-            if not columns:
-                image = image_column(row)
-                columns = label_columns(row, image)
+        rows = list(records(tree, name))
+        image = image_column(rows[0])
+        split = runs.split_column(rows)
+        columns = label_columns(rows, image)
+        if not columns:
+            raise UserError(
+                f"{tree.path(name)}: its columns are not 0 and 1 in each row; name the column of "
+                "the labels label, or correct them"
+            )
+        found.notes += runs.not_read(name, rows, (image, split, *columns))
+        found.notes += blanks_in(name, rows, columns)
+        for row in rows:
+            refuse_others(tree, name, columns[0], row.get(columns[0]))
             given = str(row.get(image) or "")
-            part = part_of(name) or part_of(given) or "train"
-            path = tree.find_image(given, name, part) if given else None
+            stated = part_of(str(row.get(split) or ""))
+            path = None
+            if given:
+                path, part = runs.find_of_row(tree, given, name, stated)
             if path is None:
                 found.skipped.leave_out(f"images of {name} that are not there", given)
                 continue
@@ -146,6 +207,7 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
                 )
             classes.update(labels)
             found.samples.append(Sample(path, part, labels=labels))
+    tree.count_unnamed(found)
     found.several = any(len(sample.labels) > 1 for sample in found.samples)
     if len(classes) > 1 and not found.several:
         # of several labels one may be none; of one, there is nothing to learn

@@ -10,15 +10,15 @@ from ddpkit.convert.labels import LabelledSet, ObjectClasses, Sample, Size, part
 from ddpkit.convert.mask_files import read_inside
 from ddpkit.convert.shapes import (
     Area,
+    Drawing,
     Shape,
     box_outline,
-    drawing,
     is_outline,
     oval,
     to_points,
     turned,
 )
-from ddpkit.convert.tree import ENDINGS, Json, Tree, ending_of
+from ddpkit.convert.tree import ENDINGS, Json, Tree, ending_of, folder_of, slashes
 from ddpkit.errors import UserError
 
 # as the export "Brush labels to PNG" names them
@@ -91,9 +91,11 @@ def read_label_studio(tree: Tree) -> LabelledSet:
             raise UserError(
                 f'{place}: has brush labels; export "Brush labels to PNG" into the same folder, too'
             )
-        draw = drawing(studio_shapes, found.skipped, place)
-        part = part_of(tree.below(path)) or "train"
+        draw = Drawing(studio_shapes, found.skipped, place)
+        part = part_of(folder_of(tree.below(path))) or "train"
         found.samples.append(Sample(path, part, draw))
+    brush_files = {png for own in brushes.values() for _, png in own}
+    tree.count_unnamed(found, brush_files)
     return found
 
 
@@ -116,10 +118,15 @@ def find_image_of(tree: Tree, name: str, task: dict) -> Path | None:
     for value in task["data"].values():
         if not isinstance(value, str) or ending_of(value) not in ENDINGS:
             continue
-        last = re.split(r"[/\\=]", value)[-1]
+        # uploads lie in folders of Label Studio's own; local files and buckets have theirs
+        value = slashes(value.rpartition("?d=")[2])
+        last = value.rpartition("/")[2]
+        part = part_of(folder_of(value))
         # an upload has letters of its own in front
-        for given in (last, re.sub(r"^[0-9a-f]{8}-", "", last)):
-            path = tree.find_image(given, name)
+        own = re.sub(r"^[0-9a-f]{8}-", "", last)
+        is_elsewhere = value.startswith("/data/upload/") or "://" in value
+        for given in (last if is_elsewhere else value, own):
+            path = tree.find_image(given, name, part)
             if path:
                 return path
     return None

@@ -10,14 +10,14 @@ from PIL import Image, UnidentifiedImageError
 from ddpkit.convert.labels import LabelledSet, ObjectClasses, Sample, Size, part_of
 from ddpkit.convert.shapes import (
     Area,
+    Drawing,
     Shape,
     box_outline,
-    drawing,
     is_outline,
     oval,
     to_points,
 )
-from ddpkit.convert.tree import ENDINGS, Json, Tree
+from ddpkit.convert.tree import Json, Tree, folder_of, stem_of
 from ddpkit.errors import UserError
 
 NO_AREAS = ("line", "linestrip", "point", "points")
@@ -47,18 +47,24 @@ def read_labelme(tree: Tree) -> LabelledSet:
     listed = tree.lines(lists[0]) if lists else []
     classes = ObjectClasses([*listed, *sorted(used - set(listed))])
     found.names = classes.names
-    taken = set()
     for name in names:
         content = tree.jsons[name]
-        part = part_of(name) or "train"
+        part = part_of(name)
         given = str(content.get("imagePath") or "")
-        # renamed images have the name of their labels
         path = tree.find_image(given, name, part) if given else None
-        path = path or tree.find_image(name[: -len(".json")], name, part)
+        if path is None or path.stem != stem_of(name):
+            # renamed images have the name of their labels
+            of_name = tree.find_image(stem_of(name), name, part)
+            if path and of_name:
+                raise UserError(
+                    f"{tree.path(name)}: imagePath names {given}, but {tree.below(of_name)} has "
+                    "the file's own name; correct imagePath, or rename the file"
+                )
+            path = path or of_name
         if path is None:
             found.skipped.leave_out("labels without an image", name)
             continue
-        taken.add(path.resolve())
+        part = part or part_of(folder_of(tree.below(path))) or "train"
         shapes = content["shapes"]
 
         def labelme_shapes(
@@ -71,14 +77,9 @@ def read_labelme(tree: Tree) -> LabelledSet:
         stated = None
         if content.get("imageHeight") and content.get("imageWidth"):
             stated = (int(content["imageHeight"]), int(content["imageWidth"]))
-        draw = drawing(labelme_shapes, found.skipped, str(tree.path(name)), stated)
+        draw = Drawing(labelme_shapes, found.skipped, str(tree.path(name)), stated)
         found.samples.append(Sample(path, part, draw))
-    folders = {name.rpartition("/")[0] for name in names}
-    for folder in sorted(folders):
-        for image in tree.in_folder(folder, ENDINGS):
-            is_beside = image.rpartition("/")[0] == folder
-            if is_beside and tree.path(image).resolve() not in taken:
-                found.skipped.leave_out("images without labels", image)
+    tree.count_unnamed(found)
     return found
 
 
@@ -93,7 +94,8 @@ def object_of(
         found.skipped.leave_out("points and lines, which have no inside", place)
         return None
     points = to_points(given.get("points"), place)
-    if kind == "polygon":
+    # a box that has been turned has four points
+    if kind == "polygon" or (kind == "rectangle" and len(points) == 4):
         shape.outlines = [points] if is_outline(points, place, found.skipped) else []
     elif len(points) == 2 and kind == "rectangle":
         shape.outlines = [box_outline(*points[0], *points[1])]

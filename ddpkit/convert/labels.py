@@ -65,13 +65,27 @@ class LabelledSet:
     notes: list[str] = field(default_factory=list)
 
 
+def to_color(value: object) -> Color | None:
+    """Return the colour that #rrggbb or the numbers red, green, blue mean; None of what is none."""
+    if isinstance(value, str) and re.fullmatch("#[0-9a-fA-F]{6}", value):
+        value = list(bytes.fromhex(value[1:]))
+    if not isinstance(value, list | tuple) or len(value) < 3:
+        return None
+    if not all(isinstance(n, int) and 0 <= n <= 255 for n in value[:3]):
+        return None
+    red, green, blue = value[:3]  # a fourth one is opacity
+    return red, green, blue
+
+
 class ObjectClasses:
     """Class numbers of objects by name: 0 is the background, which no object covers.
 
     colors: of some of `names`. A class that is named as the background is that; see VOID_NAMES.
     """
 
-    def __init__(self, names: Iterable[str], colors: dict[str, Color] | None = None):
+    def __init__(
+        self, names: Iterable[str], colors: dict[str, Color | None] | None = None
+    ):
         self.names = [BACKGROUND]
         self.number_of: dict[str, int] = {}
         self.colors: list[Color] = []

@@ -17,8 +17,8 @@ from ddpkit.convert.labels import (
     part_of,
     plain_name,
 )
-from ddpkit.convert.shapes import Area, Shape, drawing
-from ddpkit.convert.tree import ENDINGS, Tree, stem_of
+from ddpkit.convert.shapes import Area, Drawing, Shape
+from ddpkit.convert.tree import ENDINGS, Tree, key_of, stem_of
 from ddpkit.data import images, masks
 from ddpkit.errors import UserError
 
@@ -197,6 +197,8 @@ def read_cvat_masks(tree: Tree) -> LabelledSet:
                 "correct it"
             )
         lines.append(class_line(match[1], f"{match[2]} {match[3]} {match[4]}"))
+    # as the message about a colour that is none of them says
+    lines += [line for line in own_lines(tree) if line not in lines]
     parents = [name.rpartition("/")[0] for name in maps]
     return read_voc_folders(tree, parents, lines, maps[0])
 
@@ -207,7 +209,7 @@ def read_voc_folders(
     pairs: list[Pair] = []
     skipped = Skipped()
     for parent in parents:
-        lists = voc_lists(tree, parent)
+        lists = voc_lists(tree, parent, skipped)
         place = voc_mask_folder(tree, parent)
         start = len(place) + 1
         mask_of = {
@@ -242,19 +244,41 @@ def find_voc_image(tree: Tree, parent: str, name: str) -> Path | None:
     return None
 
 
-def voc_lists(tree: Tree, parent: str) -> list[tuple[str, list[str]]]:
-    """Return each part with the names that its list in ImageSets has."""
+def voc_lists(tree: Tree, parent: str, skipped: Skipped) -> list[tuple[str, list[str]]]:
+    """Return each part with the names that its list in ImageSets has.
+
+    Beside train, val and test there may be trainval, of which what neither train nor val has is the
+    other one. Further lists, as of single classes, are counted.
+    """
     folder = join(parent, "ImageSets")
-    if join(folder, "Segmentation") in tree.folders:
-        folder = join(folder, "Segmentation")
-    lists = {stem_of(name): name for name in tree.in_folder(folder, {".txt"})}
-    if {"train", "val"} & lists.keys():
-        lists.pop("trainval", None)  # both of them
-    found = []
-    for stem, name in sorted(lists.items()):
-        names = [line.strip('"').split()[0] for line in tree.lines(name)]
-        found.append((part_of(stem) or "train", names))
-    return found
+    for inner in ("Segmentation", "Main"):
+        if join(folder, inner) in tree.folders:
+            folder = join(folder, inner)
+            break
+    names_in: dict[str, list[str]] = {}
+    for name in tree.in_folder(folder, {".txt"}):
+        listed = [line.strip('"').split()[0] for line in tree.lines(name)]
+        names_in[stem_of(name).lower()] = listed
+    found: dict[str, list[str]] = {}
+    both = names_in.pop("trainval", [])
+    for stem in [stem for stem in names_in if stem.isalpha() and part_of(stem)]:
+        found.setdefault(part_of(stem), []).extend(names_in.pop(stem))
+    used = {name for names in found.values() for name in names}
+    rest = [name for name in both if name not in used]
+    if rest:
+        found.setdefault("val" if "train" in found else "train", []).extend(rest)
+        used.update(rest)
+    parts = set(found)
+    for stem, names in names_in.items():
+        # such as train_aug, or CVAT's default
+        part = part_of(stem) or "train"
+        if part in parts:
+            place = f"{folder}/{stem}.txt"
+            skipped.leave_out("lists besides train, val, test and trainval", place)
+        else:
+            own = [name for name in names if name not in used]
+            found.setdefault(part, []).extend(own)
+    return sorted((part, names) for part, names in found.items() if names)
 
 
 # Cityscapes
@@ -334,15 +358,16 @@ def read_camvid(tree: Tree) -> LabelledSet:
     there: list[str] = []
     for place in places:
         of_images = place.removesuffix("annot") if place != "labels" else "images"
-        image_of = {stem_of(name): name for name in tree.in_folder(of_images)}
+        image_of = tree.keyed(of_images, tree.in_folder(of_images))
         there += image_of.values()
         for name in tree.in_folder(place):
-            stem = stem_of(name)
-            if stem not in image_of:
-                stem = stem.removesuffix("_P").removesuffix("_L")
-            part = "val" if stem in val else part_of(of_images) or "train"
-            if stem in image_of:
-                pairs.append((tree.path(image_of[stem]), tree.path(name), part))
+            key = key_of(name, place)
+            if key not in image_of:
+                key = key.removesuffix("_P").removesuffix("_L")
+            is_val = key in val or stem_of(key) in val
+            part = "val" if is_val else part_of(of_images) or "train"
+            if key in image_of:
+                pairs.append((tree.path(image_of[key]), tree.path(name), part))
             else:
                 skipped.leave_out("masks without an image", name)
     skipped.names |= count_left(there, pairs, tree).names
@@ -357,7 +382,7 @@ def find_roboflow(tree: Tree) -> list[str]:
         name
         for name in tree.files
         if name.rpartition("/")[2] == "_classes.csv"
-        and "Pixel Value" in next(tree.rows(name), {})
+        and "Pixel Value" in tree.first_row(name)
     ]
 
 
@@ -376,13 +401,14 @@ def read_roboflow(tree: Tree) -> LabelledSet:
     for name in names:
         folder = name.rpartition("/")[0]
         own = tree.in_folder(folder)
-        image_of = {stem_of(each): each for each in own if not is_mask_name(each)}
+        pictures = [each for each in own if not is_mask_name(each)]
+        image_of = tree.keyed(folder, pictures)
         there += image_of.values()
         for mask in filter(is_mask_name, own):
-            stem = stem_of(mask).removesuffix("_mask")
-            if stem in image_of:
+            key = key_of(mask, folder).removesuffix("_mask")
+            if key in image_of:
                 part = part_of(folder) or "train"
-                pairs.append((tree.path(image_of[stem]), tree.path(mask), part))
+                pairs.append((tree.path(image_of[key]), tree.path(mask), part))
             else:
                 skipped.leave_out("masks without an image", mask)
     skipped.names |= count_left(there, pairs, tree).names
@@ -420,29 +446,29 @@ def read_class_masks(tree: Tree) -> LabelledSet:
     classes = ObjectClasses(sorted({name for _, names in places for name in names}))
     found = LabelledSet([], classes.names)
     for parent, names in places:
-        image_of = {
-            stem_of(each): each for each in tree.in_folder(join(parent, "images"))
-        }
-        own: dict[str, list[tuple[int, str]]] = {stem: [] for stem in image_of}
+        of_images = join(parent, "images")
+        image_of = tree.keyed(of_images, tree.in_folder(of_images))
+        own: dict[str, list[tuple[int, str]]] = {key: [] for key in image_of}
         for name in names:
-            for mask in tree.in_folder(join(parent, f"masks/{name}")):
-                if stem_of(mask) in own:
-                    number = classes.number(name, mask)
-                    own[stem_of(mask)].append((number, mask))
+            of_class = join(parent, f"masks/{name}")
+            for mask in tree.in_folder(of_class):
+                key = key_of(mask, of_class)
+                if key in own:
+                    own[key].append((classes.number(name, mask), mask))
                 else:
                     found.skipped.leave_out("masks without an image", mask)
-        for stem, image in image_of.items():
-            if not own[stem]:
+        for key, image in image_of.items():
+            if not own[key]:
                 found.skipped.leave_out("images without a mask", image)
                 continue
 
-            def class_shapes(size: Size, own: list = own[stem]) -> list[Shape]:
+            def class_shapes(size: Size, own: list = own[key]) -> list[Shape]:
                 return [
                     Shape(number, mask, area=Area(0, 0, read_inside(tree.path(mask), size)))
                     for number, mask in own
                 ]  # fmt: skip
 
-            draw = drawing(class_shapes, found.skipped, image)
+            draw = Drawing(class_shapes, found.skipped, image)
             part = part_of(parent) or "train"
             found.samples.append(Sample(tree.path(image), part, draw))
     return found

@@ -1,10 +1,11 @@
 """The folder that is written: images, masks or class folders, and the names of the classes."""
 
 import csv
+import dataclasses
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from ddpkit.convert.labels import (
     LabelledSet,
     Sample,
     Size,
+    part_of,
     unused_classes,
 )
+from ddpkit.convert.shapes import Drawing
 from ddpkit.data import folders, images, masks
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks.cpus import cpus
@@ -45,8 +48,14 @@ def write_set(found: LabelledSet, out: Path) -> list[str]:
         raise UserError(
             f"{out}: no image with labels was found, so nothing is written; see the lines above"
         )
-    named = name_samples(found, is_by_class=not has_masks and not found.several)
+    by_folder = not has_masks and not found.several and has_folder_names(found.names)
+    named = name_samples(found, by_folder)
     if has_masks:
+        if len(found.names) < 2:
+            raise UserError(
+                f"{out}: the only class is {shorten(found.names)}; segmentation needs two: name "
+                "what is marked otherwise than background"
+            )
         # which refuses what cannot be written
         text = classes_text(found)
         masks.parse(text.splitlines(), out / "classes.txt")
@@ -55,7 +64,7 @@ def write_set(found: LabelledSet, out: Path) -> list[str]:
             counts = write_masks(found, named, partial)
             write_text(partial / "classes.txt", text)
         else:
-            counts = write_images(found, named, partial)
+            counts = write_images(named, partial, by_folder)
     sizes = [f"{count} in {part}" for part, count in counts.items() if count]
     lines.append(f"{out}: {', '.join(sizes)}; {len(found.names)} classes")
     return lines
@@ -64,31 +73,79 @@ def write_set(found: LabelledSet, out: Path) -> list[str]:
 def name_samples(found: LabelledSet, is_by_class: bool) -> list[tuple[Sample, str]]:
     """Return each sample with the name that its image gets in its folder, without an ending.
 
-    Images of the same name in a folder get that of their folder, too. The same image with the same
-    labels is taken once.
+    Images of the same name in a folder get those of their folders, too, as far as is needed, and a
+    number if that is not enough. Capital letters make no other name, as on some disks. The same
+    image is taken once in a part, with all its objects.
     """
     places: dict[tuple, dict[Path, Sample]] = {}
+    parts_of: dict[Path, set[str]] = {}
     for sample in sorted(found.samples, key=lambda each: str(each.image)):
-        key = (sample.part, sample.labels if is_by_class else (), sample.image.stem)
-        own = places.setdefault(key, {})
+        labels = sample.labels if is_by_class else ()
+        own = places.setdefault((sample.part, labels, sample.image.stem.lower()), {})
         path = sample.image.resolve()
+        parts_of.setdefault(path, set()).add(sample.part)
         if path in own:
-            found.skipped.leave_out("images that come twice", sample.image)
-        own.setdefault(path, sample)
-    named = []
-    for (_, _, stem), own in places.items():
-        for path, sample in own.items():
-            name = stem if len(own) == 1 else f"{path.parent.name}/{stem}"
-            named.append((sample, name))
-    seen: dict[tuple, Path] = {}
-    for sample, name in named:
-        key = (sample.part, sample.labels if is_by_class else (), name)
-        other = seen.setdefault(key, sample.image)
-        if other != sample.image:
-            raise UserError(
-                f"{sample.image} and {other} have the same name; rename one, or its folder"
+            found.skipped.leave_out(
+                "more entries of an image that is there, whose objects are drawn together",
+                sample.image,
             )
-    return named
+            own[path] = both_of(own[path], sample)
+        else:
+            own[path] = sample
+    shared = [path.name for path, parts in parts_of.items() if len(parts) > 1]
+    if shared:
+        found.notes.append(
+            f"{len(shared)} images go into two parts, so that scores count what was trained on: "
+            f"{shorten(shared)}"
+        )
+    named: list[tuple[Sample, str]] = []
+    for own in places.values():
+        named += zip(own.values(), names_apart(list(own)), strict=True)
+    taken: set[tuple] = set()
+    result = []
+    for sample, name in named:
+        labels = sample.labels if is_by_class else ()
+        number = 1
+        new = name
+        while (sample.part, labels, new.lower()) in taken:
+            number += 1
+            new = f"{name}-{number}"
+        taken.add((sample.part, labels, new.lower()))
+        result.append((sample, new))
+    return result
+
+
+def names_apart(paths: Sequence[Path]) -> list[str]:
+    """Return names of images: with as many folders as tell them apart, but for those of parts."""
+    folders_of = []
+    for path in paths:
+        folders_of.append([each for each in path.parent.parts if not part_of(each)])
+    best = [path.stem for path in paths]
+    for count in range(1, max(map(len, folders_of))):
+        names = [
+            "/".join([*own[-count:], path.stem])
+            for own, path in zip(folders_of, paths, strict=True)
+        ]
+        if count_different(names) > count_different(best):
+            best = names
+    return best
+
+
+def count_different(names: Sequence[str]) -> int:
+    return len({name.lower() for name in names})
+
+
+def both_of(first: Sample, second: Sample) -> Sample:
+    """Return one sample of two with the same image: with the objects of both."""
+    one = first.draw
+    other = second.draw
+    if isinstance(one, Drawing) and isinstance(other, Drawing):
+        return dataclasses.replace(first, draw=one.together_with(other))
+    if one or other:
+        raise UserError(
+            f"{first.image}: has two masks in {first.part}; remove one of them"
+        )
+    return first
 
 
 def write_masks(
@@ -156,14 +213,14 @@ def in_threads(function: Callable, items: list) -> Iterator:
 
 
 def write_images(
-    found: LabelledSet, named: list[tuple[Sample, str]], folder: Path
+    named: list[tuple[Sample, str]], folder: Path, by_folder: bool
 ) -> dict[str, int]:
-    """Put images into class folders, or beside lists if they have several labels."""
+    """Put images into class folders; or beside lists of them and their labels."""
     counts = dict.fromkeys(PARTS, 0)
     rows: dict[str, list[list[str]]] = {part: [] for part in PARTS}
     for sample, name in tqdm(named, unit="image", disable=None):
         place = folder / sample.part
-        if not found.several:
+        if by_folder:
             place = place / folder_name(sample.labels[0])
         path = put_image(sample.image, place / name)
         # an image without any label has the separator alone
@@ -171,7 +228,7 @@ def write_images(
         rows[sample.part].append([path.relative_to(folder).as_posix(), label])
         counts[sample.part] += 1
     for part, listed in rows.items():
-        if found.several and listed:
+        if listed and not by_folder:
             text = io.StringIO()
             writer = csv.writer(text, lineterminator="\n")
             writer.writerow(["file", "label"])
@@ -183,6 +240,11 @@ def write_images(
 def folder_name(label: str) -> str:
     """Return a class name that a folder can have."""
     return label.replace("/", "_").replace("\\", "_").lstrip(".") or "unnamed"
+
+
+def has_folder_names(labels: Sequence[str]) -> bool:
+    """Return whether each class can have a folder of its own, on any disk."""
+    return count_different([folder_name(label) for label in labels]) == len(labels)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -226,7 +288,16 @@ def put_image(source: Path, target: Path) -> Path:
     path = target.with_name(target.name + source.suffix)
     real = os.path.realpath(source)  # of a link, what it leads to
     try:
-        os.link(real, path)
-    except OSError:  # another disk, or one without hard links
-        shutil.copyfile(real, path)
+        try:
+            os.link(real, path)
+        except FileExistsError:
+            raise
+        except OSError:  # another disk, or one without hard links
+            # never into a file that is there: it may be a link to an image of the source
+            with open(real, "rb") as image, open(path, "xb") as copy:
+                shutil.copyfileobj(image, copy)
+    except FileExistsError:
+        raise UserError(
+            f"{source}: another image has become {path.name} already; rename one of them"
+        ) from None
     return path

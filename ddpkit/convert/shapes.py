@@ -45,6 +45,12 @@ def draw_shapes(shapes: Sequence[Shape], size: Size, skipped: Skipped) -> np.nda
     drawn = []
     for number, shape in enumerate(shapes):
         area = shape.area or fill_outlines(shape.outlines, size)
+        bottom = area.top + area.inside.shape[0]
+        right = area.left + area.inside.shape[1]
+        if min(area.top, area.left) < 0 or bottom > size[0] or right > size[1]:
+            raise UserError(
+                f"{shape.place}: it reaches beyond the image; draw it, or export it anew"
+            )
         pixels = int(area.inside.sum())
         if pixels:
             drawn.append((shape.order, -pixels, number, area))
@@ -195,31 +201,43 @@ def fill_pairs(
     return inside.reshape(size, order="F" if by_columns else "C")
 
 
-def drawing(
-    make: Callable[[Size], Sequence[Shape]],
-    skipped: Skipped,
-    place: str,
-    stated: Size | None = None,
-) -> Callable[[Size | None], np.ndarray]:
-    """Return what Sample.draw is for an image with objects.
+@dataclass
+class Drawing:
+    """What Sample.draw is for an image with objects.
 
     make: the size of the image -> its objects. stated: the size that the labels give.
     """
 
-    def draw(size: Size | None) -> np.ndarray:
-        known = size or stated
+    make: Callable[[Size], Sequence[Shape]]
+    skipped: Skipped
+    place: str
+    stated: Size | None = None
+
+    def __call__(self, size: Size | None) -> np.ndarray:
+        known = size or self.stated
         if known is None:
             raise UserError(
-                f"{place}: the size of the image is not known; save it as PNG or JPEG"
+                f"{self.place}: the size of the image is not known; save it as PNG or JPEG"
             )
-        if stated and stated != known:
-            raise UserError(
-                f"{place}: the labels are of {stated[1]} x {stated[0]} pixels, the image has "
-                f"{known[1]} x {known[0]}; is it turned by EXIF, or another one?"
-            )
-        return draw_shapes(make(known), known, skipped)
+        return draw_shapes(self.objects(known), known, self.skipped)
 
-    return draw
+    def objects(self, size: Size) -> Sequence[Shape]:
+        stated = self.stated or size
+        if stated != size:
+            raise UserError(
+                f"{self.place}: the labels are of {stated[1]} x {stated[0]} pixels, the image has "
+                f"{size[1]} x {size[0]}; is it turned by EXIF, or another one?"
+            )
+        return self.make(size)
+
+    def together_with(self, other: "Drawing") -> "Drawing":
+        """Return the drawing of the objects of both, which are of the same image."""
+
+        def make_both(size: Size) -> Sequence[Shape]:
+            return [*self.objects(size), *other.objects(size)]
+
+        stated = self.stated or other.stated
+        return Drawing(make_both, self.skipped, self.place, stated)
 
 
 def is_outline(points: np.ndarray, place: str, skipped: Skipped) -> bool:

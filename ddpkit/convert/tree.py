@@ -5,15 +5,18 @@ import functools
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ddpkit import files
+from ddpkit.convert.labels import LabelledSet, part_of
 from ddpkit.data import folders
 from ddpkit.errors import UserError, reason_of
 
 ENDINGS = folders.EXTENSIONS | {".npy"}  # of images
+# Folders that say nothing about which image is meant. In small letters.
+USUAL = {"", ".", "..", "images", "image", "imgs", "img", "jpegimages", "data"}
 Json = Any  # what a file of JSON or YAML may hold
 
 
@@ -25,6 +28,7 @@ class Tree:
 
     def __init__(self, source: Path) -> None:
         self.named = source if source.is_file() else None
+        self.given_of: dict[str, str] = {}  # by image: the name that has led to it
         self.root = source.parent if self.named else source
         if not self.root.is_dir():
             raise UserError(
@@ -88,27 +92,44 @@ class Tree:
                     found.setdefault(key, []).append(name)
         return found
 
+    def find_sample(
+        self, given: str, near: str, stated: str = ""
+    ) -> tuple[Path | None, str]:
+        """Return the image that a label file names, or None, and the part it belongs to.
+
+        given, near: as in `find_image`. stated: the part, if the labels say it; else the name of
+        the label file decides, then the folders in `given`, then those that the image lies in.
+        """
+        part = stated or part_of(near) or part_of(folder_of(slashes(given)))
+        path = self.find_image(given, near, part)
+        if path and not part:
+            part = part_of(folder_of(self.below(path)))
+        return path, part or "train"
+
     def find_image(self, given: str, near: str, part: str = "") -> Path | None:
         """Return the image that a label file names, or None.
 
-        given: its path or name, with or without an ending. near: the label file. part: of several
-        images of that name the one that lies in this part is meant, or the one next to `near`.
-        Raises a UserError if several are possible.
+        given: its path or name, with or without an ending. near: the label file. part: where the
+        image has to lie, if that part has folders of its own. Of several images of that name the
+        one is meant whose path has most in common with `given`, or that lies in this part, or next
+        to `near`. One in other folders than those that `given` names is none of them.
+        Raises a UserError if several are possible, or if another name has led to the same image.
         """
-        given = given.replace("\\", "/")
+        given = slashes(given)
         beside = self.path(near).parent / given
         if ending_of(given) in ENDINGS and beside.is_file():
             return beside
         last = given.rpartition("/")[2]
         found = self.images_by_name.get(last, [])
-        if not found and ending_of(last):
+        if not found and ending_of(last) in ENDINGS:
             # such as x.tif for x.png, after somebody has saved the images anew
             found = self.images_by_name.get(os.path.splitext(last)[0], [])
-        # more of the path than its last part may tell them apart
+        found = [name for name in found if self.may_be(name, given, near, part)]
+        longest = max((common_end(name, given) for name in found), default=0)
         for wanted in (
-            lambda name: f"/{name}".endswith(f"/{given}"),
-            lambda name: part and part in name.lower(),
-            lambda name: Path(name).parent == Path(near).parent,
+            lambda name: common_end(name, given) == longest,
+            lambda name: part_of(folder_of(name)) == (part or "train"),
+            lambda name: folder_of(name) == folder_of(near),
         ):
             fitting = [name for name in found if wanted(name)]
             if len(found) > 1 and fitting:
@@ -118,7 +139,81 @@ class Tree:
                 f"{self.path(near)}: {given} may be {found[0]} or {found[1]}; remove or rename "
                 "one of them"
             )
-        return self.path(found[0]) if found else None
+        if not found:
+            return None
+        other = self.given_of.setdefault(found[0], given)
+        if not (is_end(given, other) or is_end(other, given)):
+            raise UserError(
+                f"{self.path(near)}: {other} and {given} are two images, but {found[0]} is the "
+                "only one there; put the images into the folders that the labels name"
+            )
+        return self.path(found[0])
+
+    def has_image(self, given: str) -> bool:
+        """Return whether an image is there, in any folder, that may be the one named `given`."""
+        last = slashes(given).rpartition("/")[2]
+        return last in self.images_by_name
+
+    def may_be(self, name: str, given: str, near: str, part: str) -> bool:
+        """Return whether an image of the right name lies where `given` and `part` say."""
+        own = folder_of(name)
+        folder = folder_of(given)
+        same = common_end(name, given)
+        if folder and same > len(folder.split("/")):
+            return True  # all that is given
+        named = part_of(folder)
+        lies_in = part_of(own)
+        if named and named != lies_in and (lies_in or named in self.parts):
+            return False
+        # of lists of parts for images that are all in one folder named train
+        is_pool = self.parts == {"train"}
+        # folders that the label file lies in, too, say nothing
+        lies_in = part_of(without_start(own, folder_of(near)))
+        if part and lies_in and part != lies_in and not is_pool:
+            return False
+        rest = special_names(folder, same)
+        own_rest = special_names(own, same)
+        return not rest or not own_rest or bool(rest & own_rest)
+
+    @functools.cached_property
+    def names(self) -> set[str]:
+        return set(self.files)
+
+    @functools.cached_property
+    def parts(self) -> set[str]:
+        """The parts that have folders of images of their own."""
+        return {part_of(folder_of(name)) for name in self.in_folder("")} - {""}
+
+    def count_unnamed(self, found: LabelledSet, others: Collection[str] = ()) -> None:
+        """Count the images beside those that have labels, which no label file names.
+
+        others: files that are no images of the set.
+        """
+        used = {sample.image.resolve() for sample in found.samples}
+        places = {folder_of(self.below(sample.image)) for sample in found.samples}
+        said = set(others)
+        said |= {name for names in found.skipped.names.values() for name in names}
+        for name in self.in_folder(""):
+            if folder_of(name) not in places or name in said:
+                continue
+            if self.path(name).resolve() not in used:
+                found.skipped.leave_out("images without labels", name)
+
+    def keyed(self, folder: str, names: Iterable[str]) -> dict[str, str]:
+        """Return the images of a folder by their paths in it, without endings.
+
+        Raises a UserError if two have the same one, because a mask is of one of them.
+        """
+        found: dict[str, str] = {}
+        for name in names:
+            key = key_of(name, folder)
+            if key in found:
+                raise UserError(
+                    f"{self.path(name)} and {found[key]} have the same name, and masks are found "
+                    "by it; rename or remove one of them"
+                )
+            found[key] = name
+        return found
 
     @functools.cached_property
     def jsons(self) -> dict[str, Json]:
@@ -143,26 +238,46 @@ class Tree:
             if isinstance(content, UserError):
                 raise content
 
+    def text(self, name: str) -> str:
+        try:
+            return files.read_file(self.path(name)).decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise UserError(
+                f"{self.path(name)}: is not in UTF-8; save it as UTF-8"
+            ) from None
+
     def lines(self, name: str) -> list[str]:
         """Return the lines of a text file that are not empty, without blanks around them."""
-        text = files.read_file(self.path(name)).decode("utf-8-sig", "replace")
+        text = self.text(name)
         return [line.strip() for line in text.splitlines() if line.strip()]
+
+    def first_row(self, name: str) -> dict[str, str]:
+        """Return the first row of a CSV file, to see what it is; {} if there is none."""
+        return next(self.rough_rows(name), {})
+
+    def rough_rows(self, name: str) -> Iterator[dict[str, str]]:
+        """Yield the rows of a CSV file that may not be one of labels: of any encoding."""
+        text = files.read_file(self.path(name)).decode("utf-8-sig", "replace")
+        return split_rows(text)
 
     def rows(self, name: str) -> Iterator[dict[str, str]]:
         """Yield the rows of a CSV file, with the blanks around names and values removed."""
-        text = files.read_file(self.path(name)).decode("utf-8-sig", "replace")
-        first = text.partition("\n")[0]
-        # a list of runs has blanks within
-        separator = max(",;\t", key=first.count)
-        csv.field_size_limit(2**31 - 1)  # runs of a large mask are one cell
-        for row in csv.DictReader(io.StringIO(text, newline=""), delimiter=separator):
-            values = {
-                (key or "").strip(): (value or "").strip()
-                for key, value in row.items()
-                if isinstance(value, str | None)
-            }
-            if any(values.values()):
-                yield values
+        return split_rows(self.text(name))
+
+
+def split_rows(text: str) -> Iterator[dict[str, str]]:
+    first = text.partition("\n")[0]
+    # a list of runs has blanks within
+    separator = max(",;\t", key=first.count)
+    csv.field_size_limit(2**31 - 1)  # runs of a large mask are one cell
+    for row in csv.DictReader(io.StringIO(text, newline=""), delimiter=separator):
+        values = {
+            (key or "").strip(): (value or "").strip()
+            for key, value in row.items()
+            if isinstance(value, str | None)
+        }
+        if any(values.values()):
+            yield values
 
 
 def ending_of(name: str) -> str:
@@ -171,3 +286,66 @@ def ending_of(name: str) -> str:
 
 def stem_of(name: str) -> str:
     return os.path.splitext(name.rpartition("/")[2])[0]
+
+
+def folder_of(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def key_of(name: str, folder: str) -> str:
+    """Return the path of a file in `folder`, without its ending."""
+    return os.path.splitext(name[len(folder) :].lstrip("/"))[0]
+
+
+def slashes(given: str) -> str:
+    """Return a path with / and without ./ in front."""
+    return given.replace("\\", "/").removeprefix("./")
+
+
+def common_end(name: str, given: str) -> int:
+    """Return how many of the last parts of two paths are equal; the last one counts as equal."""
+    pairs = zip(
+        reversed(folder_of(name).split("/")),
+        reversed(folder_of(given).split("/")),
+        strict=False,
+    )
+    count = 1
+    for own, other in pairs:
+        if own != other or not own:
+            break
+        count += 1
+    return count
+
+
+def without_start(folder: str, other: str) -> str:
+    """Return a folder without those in front that it has in common with the other one."""
+    pieces = folder.split("/")
+    for piece in other.split("/"):
+        if not pieces or pieces[0] != piece:
+            break
+        del pieces[0]
+    return "/".join(pieces)
+
+
+def is_end(given: str, longer: str) -> bool:
+    """Return whether `given` names the file `longer`: with fewer folders, or without an ending."""
+    if f"/{longer}".endswith(f"/{given}"):
+        return True
+    ends = {ending_of(given) in ENDINGS, ending_of(longer) in ENDINGS}
+    if len(ends) == 1:
+        return False
+    stems = [
+        os.path.splitext(x)[0] if ending_of(x) in ENDINGS else x
+        for x in (given, longer)
+    ]
+    return f"/{stems[1]}".endswith(f"/{stems[0]}")
+
+
+def special_names(folder: str, same: int) -> set[str]:
+    """Return the folders in front of what two paths have in common that tell images apart.
+
+    same: what `common_end` returns.
+    """
+    pieces = folder.lower().split("/")
+    rest = pieces[: len(pieces) - same + 1]
+    return {each for each in rest if each not in USUAL and not part_of(each)}

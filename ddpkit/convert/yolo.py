@@ -1,13 +1,16 @@
 """YOLO's outlines: data.yaml, and a text file per image whose lines are CLASS X Y X Y X Y ..."""
 
+import re
+
 import numpy as np
 
 from ddpkit import files
-from ddpkit.convert.labels import LabelledSet, ObjectClasses, Sample, Size
-from ddpkit.convert.shapes import Shape, drawing, is_outline
-from ddpkit.convert.tree import ENDINGS, Json, Tree, ending_of, stem_of
+from ddpkit.convert.labels import LabelledSet, ObjectClasses, Sample, Size, part_of
+from ddpkit.convert.shapes import Drawing, Shape, is_outline
+from ddpkit.convert.tree import ENDINGS, Json, Tree, ending_of, folder_of, stem_of
 from ddpkit.errors import UserError, reason_of
 
+NUMBER = re.compile(r"-?\d*\.?\d+(e-?\d+)?")
 KEYS = (("train", "train"), ("val", "val"), ("valid", "val"), ("test", "test"))
 
 
@@ -20,7 +23,23 @@ def find_yolo(tree: Tree) -> list[str]:
             continue
         if any(content.get(key) for key, _ in KEYS):
             found.append(name)
-    return found
+    return found or find_class_lists(tree)
+
+
+def find_class_lists(tree: Tree) -> list[str]:
+    """Return the classes.txt of exports without YAML, if an image has outlines or boxes."""
+    lists = [name for name in tree.files if name.rpartition("/")[2] == "classes.txt"]
+    for image in tree.in_folder("") if lists else ():
+        labels = label_file(tree, image)
+        words = first_words(tree, labels) if labels else []
+        if len(words) >= 5 and all(NUMBER.fullmatch(word) for word in words):
+            return lists
+    return []
+
+
+def first_words(tree: Tree, name: str) -> list[str]:
+    text = files.read_file(tree.path(name)).decode("utf-8-sig", "replace")
+    return text.strip().partition("\n")[0].split()
 
 
 def read_yaml(tree: Tree, name: str) -> Json:
@@ -42,10 +61,22 @@ def read_yolo(tree: Tree) -> LabelledSet:
     names = find_yolo(tree)
     if not names:
         raise UserError(
-            f"{tree.root}: no YAML file in it has names, and a train or val"
+            f"{tree.root}: no YAML file in it has names, and a train or val; nor is there a "
+            "classes.txt, a name in each line"
         )
     name = names[0]
-    content = read_yaml(tree, name)
+    if ending_of(name) == ".txt":
+        content: Json = {"names": tree.lines(name)}
+        for other in names:
+            if tree.lines(other) != tree.lines(name):
+                raise UserError(
+                    f"{tree.path(other)}: has other classes than {name}; convert the folder of "
+                    "each by itself"
+                )
+        parts = parts_by_folder(tree)
+    else:
+        content = read_yaml(tree, name)
+        parts = []
     given = content.get("names") or [str(n) for n in range(int(content["nc"]))]
     if isinstance(given, dict):
         class_of = {int(number): str(text) for number, text in given.items()}
@@ -54,11 +85,13 @@ def read_yolo(tree: Tree) -> LabelledSet:
     classes = ObjectClasses(text for _, text in sorted(class_of.items()))
     found = LabelledSet([], classes.names)
     label_of = {n: classes.number(text, name) for n, text in class_of.items()}
-    label_files = set()
     for key, part in KEYS:
-        images = images_of(tree, name, content, content.get(key))
+        images = images_of(tree, name, content, content.get(key), part, found)
         if content.get(key) and not images:
             found.skipped.leave_out("parts without images", f"{key}: {content[key]}")
+        parts.append((part, images))
+    label_files = set()
+    for part, images in parts:
         for image in images:
             labels = label_file(tree, image)
             if labels is None:
@@ -75,20 +108,42 @@ def read_yolo(tree: Tree) -> LabelledSet:
                     for label, points, place in objects
                 ]
 
-            draw = drawing(yolo_shapes, found.skipped, place)
+            draw = Drawing(yolo_shapes, found.skipped, place)
             found.samples.append(Sample(tree.path(image), part, draw))
+    used = {sample.image for sample in found.samples}
+    for image in tree.in_folder(""):
+        labels = label_file(tree, image)
+        if labels and tree.path(image) not in used and labels not in label_files:
+            label_files.add(labels)
+            found.skipped.leave_out(
+                f"labelled images that no part of {name} has", image
+            )
     for label in tree.with_ending(".txt"):
-        if "labels/" in label and label not in label_files and not tree.named:
+        is_known = label in label_files or label in names or bool(tree.named)
+        if "labels/" in label.lower() and not is_known:
             found.skipped.leave_out("label files without an image", label)
+    tree.count_unnamed(found)
     return found
 
 
-def images_of(tree: Tree, name: str, content: dict, given: Json) -> list[str]:
+def parts_by_folder(tree: Tree) -> list[tuple[str, list[str]]]:
+    """Return the parts and their images, by the names of the folders."""
+    found: dict[str, list[str]] = {}
+    for image in tree.in_folder(""):
+        part = part_of(folder_of(image)) or "train"
+        found.setdefault(part, []).append(image)
+    return sorted(found.items())
+
+
+def images_of(
+    tree: Tree, name: str, content: dict, given: Json, part: str, found: LabelledSet
+) -> list[str]:
     """Return the images of a part, which is a folder, a list of images, or several of these."""
     if not given:
         return []
     if isinstance(given, list):
-        return [each for one in given for each in images_of(tree, name, content, one)]
+        several = [images_of(tree, name, content, x, part, found) for x in given]
+        return [image for each in several for image in each]
     given = str(given).replace("\\", "/")
     place = tree.path(name).parent
     base = place / str(content.get("path") or "")
@@ -103,26 +158,31 @@ def images_of(tree: Tree, name: str, content: dict, given: Json) -> list[str]:
             folder = "" if below == "." else below
             return tree.in_folder(folder, ENDINGS)
         if path.is_file() and ending_of(below) == ".txt":
-            return listed_images(tree, below)
+            return listed_images(tree, below, part, found)
     return []
 
 
-def listed_images(tree: Tree, name: str) -> list[str]:
-    """Return the images that a list names; those that are not there are left out."""
-    found = [tree.find_image(line, name) for line in tree.lines(name)]
-    return [tree.below(path) for path in found if path]
+def listed_images(tree: Tree, name: str, part: str, found: LabelledSet) -> list[str]:
+    """Return the images that a list names; those that are not there are counted."""
+    listed = []
+    for line in tree.lines(name):
+        path = tree.find_image(line, name, part)
+        if path:
+            listed.append(tree.below(path))
+        else:
+            found.skipped.leave_out(f"images of {name} that are not there", line)
+    return listed
 
 
 def label_file(tree: Tree, image: str) -> str | None:
     """Return the label file of an image: in labels for images, or beside it."""
-    folder, _, last = f"/{image}".rpartition("/images/")
     beside = image[: -len(ending_of(image))] + ".txt"
-    swapped = f"{folder}/labels/{last}"[1:]
-    swapped = swapped[: -len(ending_of(image))] + ".txt"
-    for name in (swapped, beside) if last != f"/{image}" else (beside,):
-        if tree.path(name).is_file():
-            return name
-    return None
+    places = [beside]
+    match = re.fullmatch("(.*/)images(/.*)", f"/{beside}", re.IGNORECASE)
+    if match:
+        words = ("labels", "Labels", "LABELS")
+        places = [f"{match[1]}{word}{match[2]}"[1:] for word in words] + places
+    return next((name for name in places if name in tree.names), None)
 
 
 def read_outlines(
@@ -136,7 +196,9 @@ def read_outlines(
             values = [float(word) for word in line.split()]
             label = int(values[0])
             points = np.array(values[1:]).reshape(-1, 2)
-        except ValueError:
+            if not np.isfinite(points).all():
+                raise ValueError(line)
+        except (ValueError, OverflowError):
             raise UserError(
                 f"{place}: expected CLASS X Y X Y X Y ...; repair or remove it"
             ) from None

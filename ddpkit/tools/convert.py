@@ -9,9 +9,12 @@ finds out by itself, and says so; --format decides:
 Of objects that overlap the larger ones are drawn first. A pixel belongs to an outline if its centre
 lies inside; what no object covers is class 0, background. COCO's crowds, and classes named void,
 ignore, ignored, unlabeled or unlabelled, are void (255). What is left out is counted and named.
-OUT appears once it is whole. If it is there already, nothing is written: remove it to convert anew.
+Images are found by as much of their paths as the labels give; one of another part or folder is not
+taken. OUT appears once it is whole. If it is there already, nothing is written: remove it to
+convert anew.
 """
 
+import glob
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = given.out
     if out.exists() or out.is_symlink():
         raise UserError(f"{out}: is there already; remove it, or name another folder")
+    for path in sorted(out.parent.glob(f"{glob.escape(out.name)}.partial-*")):
+        say(
+            f"{path}: is left of a convert that was ended; if none is running, remove it"
+        )
     tree = Tree(source)
     if tree.root.resolve() in out.resolve().parents:
         raise UserError(f"{out}: lies in {tree.root}; name a folder outside of it")

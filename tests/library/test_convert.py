@@ -15,6 +15,7 @@ from generated import Project
 from PIL import Image
 
 from ddpkit.convert import formats, result, shapes
+from ddpkit.convert.tree import ENDINGS
 from ddpkit.data.masks import read_classes, read_mask
 from ddpkit.errors import UserError
 from ddpkit.tools import convert
@@ -678,6 +679,378 @@ def test_an_image_that_exif_turns(tmp_path: Path) -> None:
     assert (masks_in(tmp_path / "upright")["train/a"] == np.ones((WIDTH, HEIGHT))).all()
     with pytest.raises(UserError, match=r"dog/a.png: the mask has 16 x 12 .* EXIF"):
         convert.main([str(source), str(tmp_path / "out")])
+
+
+# What has gone wrong in silence: each of these sets once gave a wrong image, mask or label.
+
+
+def converted(source: Path, capsys: pytest.CaptureFixture, *words: str) -> str:
+    """Convert to a new folder beside the source; return what was said."""
+    out = source.with_name("out")
+    shutil.rmtree(out, ignore_errors=True)
+    capsys.readouterr()
+    convert.main([str(source), str(out), *words])
+    return capsys.readouterr().out
+
+
+def refusal(source: Path, *words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        convert.main([str(source), str(source.with_name("refused")), *words])
+    assert not source.with_name("refused").exists()
+    return caught.value.line
+
+
+def images_in(source: Path) -> dict[str, str]:
+    """The images of the folder that was made, and which files of the source they are."""
+    found = {}
+    out = source.with_name("out")
+    known = {path.read_bytes(): path for path in source.rglob("*") if path.is_file()}
+    for path in out.rglob("*"):
+        if path.is_file() and "masks" not in path.parts and path.suffix in ENDINGS:
+            name = path.relative_to(out).as_posix().replace("/images/", "/")
+            found[name] = known[path.read_bytes()].relative_to(source).as_posix()
+    return found
+
+
+def coco_file(path: Path, names: list[str], outline: list[int], **more: object) -> None:
+    """Write COCO's JSON of images with one object of a class named as the file."""
+    content: dict[str, list] = {"images": [], "annotations": []}
+    content["categories"] = [{"id": 1, "name": path.stem, **more}]
+    for n, name in enumerate(names):
+        content["images"].append({"id": n, "file_name": name})
+        annotation = {"id": n, "image_id": n, "category_id": 1}
+        content["annotations"].append({**annotation, "segmentation": [outline]})
+    write(path, content)
+
+
+def test_no_file_of_the_source_is_written_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Labels that give one folder name, and names that some disks take for one."""
+    source = tmp_path / "set"
+    for name in "x/1.jpg", "y/1.jpg", "y/2.jpg", "z/A.jpg", "z/a.jpg":
+        save(source / name)
+    before = contents(source)
+    for labels in ("a/b", "a_b", "c"), ("Cat", "cat", "c"):
+        first, second, third = labels
+        rows = f"x/1.jpg,{first}\ny/1.jpg,{second}\ny/2.jpg,{third}\n"
+        write(source / "l.csv", f"image,label\n{rows}z/A.jpg,c\nz/a.jpg,c\n")
+        converted(source, capsys)
+        with open(tmp_path / "out/train.csv", newline="") as file:
+            found = list(csv.reader(file))[1:]
+        assert sorted(row[1] for row in found) == sorted([*labels, "c", "c"])
+        made = images_in(source)
+        assert len({name.lower() for name in made}) == 5
+        assert {made[name] for name, label in found if label == first} == {"x/1.jpg"}
+        (source / "l.csv").unlink()
+        assert contents(source) == before
+    place = tmp_path / "out/train/new"
+    result.put_image(source / "x/1.jpg", place)
+    with pytest.raises(UserError, match=r"another image has become new\.jpg"):
+        result.put_image(source / "y/1.jpg", place)
+    assert contents(source) == before
+
+
+def with_coco(root: Path, folder: str) -> None:
+    names = [f"{folder}1.jpg", f"{folder}2.jpg"]
+    coco_file(root / "annotations/train.json", names, LARGE)
+    for name in "train/2.jpg", "val/1.jpg", "val/2.jpg":
+        save(root / name)
+
+
+def with_cvat(root: Path) -> None:
+    box = '<box label="c" xtl="1" ytl="1" xbr="5" ybr="5"/>'
+    both = "".join(f'<image name="{name}.jpg">{box}</image>' for name in ("b/1", "a/2"))
+    write(root / "x.xml", f"<annotations>{both}</annotations>")
+    for name in "a/1.jpg", "a/2.jpg":
+        save(root / "images" / name)
+
+
+def with_kaggle(root: Path, runs: bool) -> None:
+    rows = "id,rle\n1,1 5\n2,1 5\n" if runs else "id_code,diagnosis\n1,c\n2,d\n"
+    write(root / "train.csv", rows)
+    for name in "train_images/2.jpg", "test_images/1.jpg":
+        save(root / name)
+
+
+def with_lists(root: Path) -> None:
+    write(root / "data.yaml", "train: train.txt\nval: images/val\nnames: [c]\n")
+    write(root / "train.txt", "images/train/1.jpg\n/home/me/images/train/2.jpg\n")
+    for name in "train/2", "val/1", "val/2":
+        save(root / f"images/{name}.jpg")
+        write(root / f"labels/{name}.txt", "0 0 0 1 0 1 1\n")
+
+
+def with_labelme(root: Path) -> None:
+    shape = {"label": "c", "points": [[0, 0], [9, 0], [9, 9]]}
+    for n in "12":
+        content = {"imagePath": f"{n}.jpg", "shapes": [shape]}
+        write(root / f"train/json/{n}.json", content)
+    for name in "train/images/2.jpg", "test/images/1.jpg":
+        save(root / name)
+
+
+def with_local_files(root: Path) -> None:
+    value = {"points": [[0, 0], [50, 0], [50, 50]], "polygonlabels": ["c"]}
+    done = {"id": 1, "result": [{"type": "polygonlabels", "value": value}]}
+    tasks = []
+    for n in 1, 2:
+        image = f"/data/local-files/?d=ds/train/{n}.jpg"
+        tasks.append({"id": n, "data": {"image": image}, "annotations": [done]})
+    write(root / "x.json", tasks)
+    for name in "train/2.jpg", "test/1.jpg", "test/2.jpg":
+        save(root / name)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_taken"),
+    [
+        (lambda root: with_coco(root, ""), "train/2.jpg"),
+        (lambda root: with_coco(root, "train/"), "train/2.jpg"),
+        (with_cvat, "images/a/2.jpg"),
+        (lambda root: with_kaggle(root, True), "train_images/2.jpg"),
+        (lambda root: with_kaggle(root, False), "train_images/2.jpg"),
+        (with_lists, "images/train/2.jpg"),
+        (with_labelme, "train/images/2.jpg"),
+        (with_local_files, "train/2.jpg"),
+    ],
+    ids=["coco", "coco-folder", "cvat", "runs", "csv", "yolo", "labelme", "studio"],
+)
+def test_no_other_image_of_the_same_name(
+    make: Callable, is_taken: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """1.jpg is not there, but in another folder or part; 2.jpg is told apart by its path."""
+    source = tmp_path / "set"
+    make(source)
+    said = converted(source, capsys)
+    made = {
+        name: path for name, path in images_in(source).items() if "val/" not in name
+    }
+    assert list(made.values()) == [is_taken]
+    assert "1 images of" in said or "without an image" in said
+
+
+def test_two_names_for_one_image(tmp_path: Path) -> None:
+    """a/1.jpg and b/1.jpg, of which only one is there, in neither folder."""
+    source = tmp_path / "set"
+    coco_file(source / "x.json", ["a/1.jpg", "b/1.jpg"], LARGE)
+    save(source / "images/1.jpg")
+    assert "a/1.jpg and b/1.jpg are two images, but images/1.jpg" in refusal(source)
+    shape = {"label": "c", "points": [[0, 0], [9, 0], [9, 9]]}
+    copies = tmp_path / "copies"
+    for n in "12":
+        save(copies / f"{n}.jpg")
+        write(copies / f"{n}.json", {"imagePath": "1.jpg", "shapes": [shape]})
+    assert "imagePath names 1.jpg, but 2.jpg has the file's own name" in refusal(copies)
+
+
+def test_objects_of_several_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    source = tmp_path / "set"
+    save(source / "images/1.jpg")
+    coco_file(source / "cat.json", ["1.jpg"], LARGE)
+    coco_file(source / "dog.json", ["1.jpg", "1.jpg"], SMALL)
+    said = converted(source, capsys)
+    assert "2 more entries of an image that is there" in said
+    assert (masks_in(tmp_path / "out")["train/1"] == two_boxes()).all()
+    content = json.loads((source / "dog.json").read_text())
+    content["images"][0] |= {"height": HEIGHT + 1, "width": WIDTH}
+    write(source / "dog.json", content)
+    assert "the labels are of 16 x 13 pixels, the image has 16 x 12" in refusal(source)
+    content["images"][0] = {"id": 1, "file_name": "2.jpg"}
+    write(source / "dog.json", content)
+    assert "2.jpg and 1.jpg have the same id 1" in refusal(source)
+
+
+def test_an_image_in_two_parts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """It is said; and the name of the image itself is no part."""
+    source = tmp_path / "set"
+    for name in "test1", "val 2", "3":
+        save(source / f"images/{name}.jpg")
+    names = ["test1.jpg", "val 2.jpg", "3.jpg"]
+    coco_file(source / "x.json", names, LARGE)
+    assert "3 in train; 2 classes" in converted(source, capsys)
+    (source / "x.json").rename(source / "train.json")
+    coco_file(source / "test.json", names[:1], LARGE)
+    assert "1 images go into two parts, so that" in converted(source, capsys)
+    # nor is a folder around it all a part
+    shutil.copytree(source, tmp_path / "around/our_test_set/x")
+    said = converted(tmp_path / "around", capsys)
+    assert "3 in train, 1 in test; 3 classes" in said
+
+
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        ({"train": "01", "val": "2", "test": "3", "all": "0123"}, ["01", "2", "3"]),
+        ({"train": "01", "trainval": "012", "val": "2"}, ["01", "2", ""]),
+        ({"train": "01", "trainval": "012"}, ["01", "2", ""]),
+        ({"val": "2", "trainval": "012"}, ["01", "2", ""]),
+        ({"train": "01", "val": "2", "cat_trainval": "012"}, ["01", "2", ""]),
+        ({"val": "3", "train_aug": "0123"}, ["012", "3", ""]),
+    ],
+)
+def test_lists_of_voc(
+    lists: dict[str, str],
+    expected: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    source = tmp_path / "set"
+    for n in "0123":
+        save(source / f"JPEGImages/{n}.jpg")
+        palette_mask(source / f"SegmentationClass/{n}.png", two_boxes())
+    for name, numbers in lists.items():
+        write(source / f"ImageSets/Main/{name}.txt", "\n".join(numbers))
+    said = converted(source, capsys)
+    made = images_in(source)
+    for part, numbers in zip(("train", "val", "test"), expected, strict=True):
+        assert {n for n in "0123" if f"{part}/{n}.jpg" in made} == set(numbers)
+    others = {"all", "cat_trainval"} & lists.keys()
+    assert ("skipped: 1 lists besides" in said) == bool(others)
+
+
+def test_masks_by_the_whole_path(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """images/a/1 and images/b/1 have masks of their own; of 1.jpg and 1.png nobody knows."""
+    source = tmp_path / "set"
+    for folder, outline in ("a", LARGE), ("b", SMALL):
+        save(source / f"images/{folder}/1.jpg")
+        mask = inside(outline).astype(np.uint8)
+        save(source / f"masks/cat/{folder}/1.png", mask)
+    converted(source, capsys)
+    for folder, outline in ("a", LARGE), ("b", SMALL):
+        mask = np.array(Image.open(tmp_path / f"out/train/masks/{folder}/1.png"))
+        assert (mask == inside(outline)).all()
+    save(source / "images/a/1.png")
+    assert "1.png and images/a/1.jpg have the same name" in refusal(source)
+
+
+@pytest.mark.parametrize("column", ["Split", "subset"])
+def test_a_column_of_parts(
+    column: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    source = tmp_path / "set"
+    for n in "012":
+        save(source / f"images/{n}.jpg")
+    expected = {"train/c/0.jpg", "test/d/1.jpg", "val/c/2.jpg"}
+    rows = "0,c,train,7\n1,d,test,8\n2,c,valid,9\n"
+    write(source / "l.csv", f"Image,Label,{column},Age\n{rows}")
+    assert "l.csv: columns that are not read: Age" in converted(source, capsys)
+    assert images_in(source).keys() == expected
+    write(source / "l.csv", f"id,breed,{column}\n0,c,0\n1,d,1\n2,c,0\n")
+    said = converted(source, capsys)
+    assert f"not read: {column}" in said
+    assert "3 in train" in said
+    write(source / "l.csv", f"id,rle,{column}\n0,1 5,train\n1,1 9,test\n2,,val\n")
+    assert "1 in train, 1 in val, 1 in test" in converted(source, capsys)
+
+
+def test_columns_that_are_no_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    source = tmp_path / "set"
+    for n in "012":
+        save(source / f"{n}.jpg")
+    path = source / "l.csv"
+    write(path, "image,stage,lesions\n0,0,1\n1,3,0\n2,2,7\n")
+    line = refusal(source)
+    assert "l.csv: its columns are not 0 and 1 in each row" in line
+    write(path, "id_code,diagnosis,age\n0,x,1\n1,y,2\n2,x,3\n")
+    line = refusal(source)
+    assert "l.csv: none of its columns diagnosis, age is known" in line
+    path.rename(source / "train.csv")
+    assert "train.csv: none of its columns" in refusal(source)
+    (source / "train.csv").unlink()
+    path.write_bytes("image,label\n0,caf\xe9\n1,caf\xe8\n2,b\n".encode("cp1252"))
+    assert "l.csv: is not in UTF-8; save it as UTF-8" in refusal(source)
+    write(path, "image,tags\n0,haze primary\n1,primary haze\n2,clear\n")
+    assert '"haze primary" is one class' in converted(source, capsys)
+    path.unlink()
+    for column, value in ("text", "a cat"), ("objects", {"bbox": [1]}), ("x", {}):
+        rows = {"file_name": "0.jpg", column: value}
+        write(source / "metadata.jsonl", rows)
+        assert f"its column {column} has texts or objects" in refusal(source)
+
+
+def test_colours_and_classes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Colours are decoration: those that cannot be read are left out."""
+    source = tmp_path / "set"
+    save(source / "1.jpg")
+    for color, line in (
+        ("#a92c6b", "c = 169 44 107"),
+        ([1, 2, 3, 255], "c = 1 2 3"),
+        ([0.5, 0.2, 0.3], "c\n"),
+        ("red", "c\n"),
+    ):
+        coco_file(source / "c.json", ["1.jpg"], LARGE, color=color)
+        converted(source, capsys)
+        assert line in (tmp_path / "out/classes.txt").read_text()
+    (source / "c.json").unlink()
+    coco_file(source / "background.json", ["1.jpg"], LARGE)
+    assert "the only class is background; segmentation needs two" in refusal(source)
+
+
+def test_a_colour_that_labelmap_has_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The remedy that is named works."""
+    source = tmp_path / "set"
+    cvat_mask(source)
+    colors = COLORS[two_boxes()]
+    colors[0] = 224, 224, 192
+    save(source / "SegmentationClass/a.png", colors)
+    assert "classes.txt: NAME = 224 224 192 or void = 224 224 192" in refusal(source)
+    write(source / "classes.txt", "void = 224 224 192\n")
+    converted(source, capsys)
+    assert (masks_in(tmp_path / "out")["train/a"][0] == VOID).all()
+
+
+def test_yolo_without_yaml(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """classes.txt; folders in capitals; images that no part has; nan."""
+    source = tmp_path / "set"
+    for name in "train/Images/1", "train/Images/2", "val/Images/3":
+        save(source / f"{name}.jpg")
+        write(source / f"{name.replace('Images', 'Labels')}.txt", "0 0 0 1 0 1 1\n")
+    write(source / "classes.txt", "c\nd\n")
+    said = converted(source, capsys)
+    assert "yolo (" in said
+    assert "2 in train, 1 in val; 3 classes" in said
+    write(source / "val/classes.txt", "d\nc\n")
+    assert "val/classes.txt: has other classes than classes.txt" in refusal(source)
+    (source / "val/classes.txt").unlink()
+    (source / "classes.txt").unlink()
+    write(source / "data.yaml", "train: train\\Images\nnames: [c]\n")
+    said = converted(source, capsys)
+    assert "labelled images that no part of data.yaml has: val/Images/3.jpg" in said
+    assert "without an image" not in said
+    write(source / "train/Labels/1.txt", "0 0 0 1 nan 1 1\n")
+    assert "1.txt, line 1: expected CLASS X Y" in refusal(source)
+
+
+def test_names_and_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As many folders as are needed; images that nothing names; what an ended run has left."""
+    source = tmp_path / "set"
+    names = ["s1/left/1.jpg", "s2/left/1.jpg"]
+    for name in (*names, "s1/left/9.jpg"):
+        save(source / name)
+    coco_file(source / "x.json", names, LARGE)
+    (tmp_path / "out.partial-host-1").mkdir()
+    said = converted(source, capsys)
+    assert "skipped: 1 images without labels: s1/left/9.jpg" in said
+    assert "out.partial-host-1: is left of a convert that was ended" in said
+    assert images_in(source) == {f"train/{name}": name for name in names}
+
+
+def test_a_mask_beyond_its_image(tmp_path: Path) -> None:
+    """The line names the file and the object."""
+    source = tmp_path / "set"
+    labelme(source)
+    content = json.loads((source / "a.json").read_text())
+    for left in -1, WIDTH - 2:
+        content["shapes"][3]["points"] = [[left, 8], [left + 3, 11]]
+        write(source / "a.json", content)
+        assert "a.json, a mask of dog: it reaches beyond the image" in refusal(source)
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
