@@ -775,7 +775,7 @@ def with_kaggle(root: Path, runs: bool) -> None:
 
 def with_lists(root: Path) -> None:
     write(root / "data.yaml", "train: train.txt\nval: images/val\nnames: [c]\n")
-    write(root / "train.txt", "images/train/1.jpg\n/home/me/images/train/2.jpg\n")
+    write(root / "train.txt", "images/train/1.jpg\n/data/me/images/train/2.jpg\n")
     for name in "train/2", "val/1", "val/2":
         save(root / f"images/{name}.jpg")
         write(root / f"labels/{name}.txt", "0 0 0 1 0 1 1\n")

@@ -287,9 +287,11 @@ def test_a_thread_that_pins_batches(tmp_path):
             raise RuntimeError("received 0 items of ancdata")
 
         with failures.one_line_errors():
-            threading.Thread(
+            other = threading.Thread(
                 target=print, args=[1, 2, 3, "x"], kwargs={"sep": 1}
-            ).start()
+            )
+            other.start()
+            other.join()  # or the end of the process would cut its traceback
             thread = threading.Thread(target=_pin_memory_loop)
             thread.start()
             time.sleep(60)
