@@ -21,12 +21,7 @@ YES_NO = {"0", "1", "0.0", "1.0"}
 
 def find_several(tree: Tree) -> list[str]:
     """Return Roboflow's lists, with a column of 0 and 1 per class."""
-    return [
-        name
-        for name in tree.files
-        if name.rpartition("/")[2] == "_classes.csv"
-        and "filename" in tree.first_row(name)
-    ]
+    return tree.tables("_classes.csv", "filename")
 
 
 def find_metadata(tree: Tree) -> list[str]:

@@ -378,12 +378,7 @@ def read_camvid(tree: Tree) -> LabelledSet:
 
 
 def find_roboflow(tree: Tree) -> list[str]:
-    return [
-        name
-        for name in tree.files
-        if name.rpartition("/")[2] == "_classes.csv"
-        and "Pixel Value" in tree.first_row(name)
-    ]
+    return tree.tables("_classes.csv", "Pixel Value")
 
 
 def read_roboflow(tree: Tree) -> LabelledSet:

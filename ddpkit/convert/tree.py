@@ -251,6 +251,14 @@ class Tree:
         text = self.text(name)
         return [line.strip() for line in text.splitlines() if line.strip()]
 
+    def tables(self, name: str, column: str) -> list[str]:
+        """Return the CSV files of that name in any folder, if their first row has the column."""
+        return [
+            path
+            for path in self.files
+            if path.rpartition("/")[2] == name and column in self.first_row(path)
+        ]
+
     def first_row(self, name: str) -> dict[str, str]:
         """Return the first row of a CSV file, to see what it is; {} if there is none."""
         return next(self.rough_rows(name), {})

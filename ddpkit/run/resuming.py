@@ -40,6 +40,20 @@ TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
 MOST_ADDED_UP = 1000
 
 
+class Turns:
+    """How many there were since an optimizer took a step: any, it need not be a part.
+
+    torch keeps the hook for ever: it holds this number alone, no network.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_optimizer_step_post_hook(self._begin_anew)
+
+    def _begin_anew(self, *_: object) -> None:
+        self.count = 0
+
+
 class Checkpoints:
     """Saves all parts of a training script, and resumes them: within an epoch, to the same bits.
 
@@ -94,8 +108,7 @@ class Checkpoints:
         self.is_begun = False  # a loop over steps, of which an epoch has one
         self.is_in_step = False
         self.is_due = False  # a save, at the end of the step or epoch
-        self.turns = 0  # since an optimizer took a step: any, it need not be a part
-        register_optimizer_step_post_hook(self._note_step)
+        self.turns = Turns()
         self.folder.find_checkpoint()
         state = self.folder.take_state(["parts"])
         self.folder.open_for_training(is_new=not state)
@@ -153,7 +166,7 @@ class Checkpoints:
             batch: Any = next(found, END)
             while batch is not END:
                 samples.seed(self.seed, self.epoch, self.done, distributed.rank())
-                self.turns += 1
+                self.turns.count += 1
                 self.is_in_step = True
                 yield batch
                 self.is_in_step = False
@@ -216,12 +229,9 @@ class Checkpoints:
         self.save()
         return True
 
-    def _note_step(self, *_: object) -> None:
-        self.turns = 0
-
     def _is_between(self) -> bool:
         """Return whether gradients have been added up that no optimizer step has used yet."""
-        if not 0 < self.turns <= MOST_ADDED_UP:
+        if not 0 < self.turns.count <= MOST_ADDED_UP:
             return False
         for part in self.parts.values():
             if isinstance(part, Optimizer):

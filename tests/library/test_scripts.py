@@ -1,5 +1,6 @@
 """Scripts of other people, in foreign/: with their diffs they stop and resume exactly."""
 
+import gc
 import os
 import random
 import re
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -262,6 +264,20 @@ def test_one_loop_in_an_epoch(tmp_path: Path) -> None:
         if step == 2:
             break
     assert list(checkpoints.steps(range(4))) == [2, 3]  # a cell of a notebook, again
+
+
+def test_made_again_and_again(tmp_path: Path) -> None:
+    """As a cell of a notebook is run: nothing holds the networks of before."""
+    net = torch.nn.Linear(2, 2)
+    known = weakref.ref(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=net, optimizer=optimizer)
+    for _ in checkpoints.steps(range(2)):
+        net(torch.ones(2)).sum().backward()
+        optimizer.step()
+    del net, optimizer, checkpoints
+    gc.collect()
+    assert known() is None
 
 
 LAST = """
