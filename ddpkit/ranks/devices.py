@@ -70,7 +70,9 @@ def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
             device = kind()
     size = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
     if device.type == APPLE and size != "1":
-        meeting.say_on_node(f"Apple's GPU is for one process: {size} compute on the CPU")
+        meeting.say_on_node(
+            f"Apple's GPU is for one process: {size} compute on the CPU"
+        )
         device = CPU
     note = {
         "device": device.type,

@@ -11,12 +11,13 @@ import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any, ClassVar
 
 
 class Apple(ModuleType):
     """What torch.mps has, and no more, but for what torch asks every kind of device."""
 
-    seeds: list[int] = []
+    seeds: ClassVar[list[int]] = []
 
     @staticmethod
     def is_available() -> bool:
@@ -43,8 +44,8 @@ class Apple(ModuleType):
         return torch.tensor(Apple.seeds[-1:])
 
     @staticmethod
-    def set_rng_state(state: object, device: object = None) -> None:
-        pass
+    def set_rng_state(state: Any, device: object = None) -> None:
+        Apple.seeds.append(int(state))
 
     @staticmethod
     def _is_in_bad_fork() -> bool:

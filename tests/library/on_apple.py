@@ -1,17 +1,21 @@
 """Tests that test_apple.py runs, on a machine with a made-up GPU of Apple's."""
 
-import csv
+import os
+import signal
 from pathlib import Path
 
-import pytest
 import torch
 from generated import Project, after_step, both_tasks, rows
+from ranks import on_ranks
+from torch import Tensor, nn
 
+import ddpkit
+from ddpkit.data import samples
 from ddpkit.ranks import devices
 
 RECIPES = {
-    "classification": "--ema 0.9 --augment mixup".split(),
-    "segmentation": "--clip-grad-norm 1 --accumulate 2".split(),
+    "classification": ["--ema", "0.9", "--augment", "mixup"],
+    "segmentation": ["--clip-grad-norm", "1", "--accumulate", "2"],
 }
 MORE = ["--epochs", 2, "--log-every", 1, "--workers", 1]
 SPEED = ("train_seconds", "img_per_s", "data_wait", "peak_memory")
@@ -20,8 +24,6 @@ SPEED = ("train_seconds", "img_per_s", "data_wait", "peak_memory")
 def on_cpu() -> None:
     """Compute on the CPU, as on the GPU: images are not channels last there."""
     import distributed
-
-    import os
 
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     devices.APPLE = "cpu"
@@ -44,7 +46,9 @@ def assert_same(out: Path, other: Path) -> None:
     for part in "model", "optimizer":
         leaves = [torch.utils._pytree.tree_leaves(state[part]) for state in states]
         for one, two in zip(*leaves, strict=True):
-            assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+            assert (
+                torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+            )
 
 
 @both_tasks
@@ -55,9 +59,6 @@ def test_as_on_the_cpu(project: Project, few: Path, tmp_path: Path) -> None:
     flags = [*MORE, *RECIPES[project.task]]
 
     def stop() -> None:
-        import os
-        import signal
-
         os.kill(os.getpid(), signal.SIGTERM)
 
     stopped = project.train(few, own, flags, on=1, patch=after_step(2, stop))
@@ -85,6 +86,22 @@ def test_as_on_the_cpu(project: Project, few: Path, tmp_path: Path) -> None:
     assert found[0]
 
 
+@on_ranks(1, group=False)
+def test_random_numbers_of_the_device() -> None:
+    """They are seeded with the others; how a loss is judged leaves them as they are."""
+    seeds = torch.apple.seeds
+    samples.seed(7)
+    (own,) = seeds
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        torch.apple.manual_seed(1)
+        return nn.functional.cross_entropy(outputs, targets)
+
+    targets = torch.tensor([0, 2, 1]).to("apple")
+    ddpkit.Criterion(loss, "abc")(torch.eye(3).to("apple"), targets)
+    assert seeds[:5] == [own, 1, own, 1, own]
+
+
 def test_several_ranks(project: Project, few: Path, tmp_path: Path) -> None:
     """They compute on the CPU, which one line says."""
     done = project.train(few, tmp_path).ok()
@@ -96,4 +113,4 @@ def test_several_ranks(project: Project, few: Path, tmp_path: Path) -> None:
 def test_what_apples_gpu_lacks(project: Project, few: Path, tmp_path: Path) -> None:
     renamed = project.copy(tmp_path / "project", ('"mps"', '"apple"'))
     done = renamed.train(few, tmp_path / "out", "--sync-bn", on=1)
-    done.refused("main", "not Apple's")
+    done.refused("main.main", "not Apple's")
