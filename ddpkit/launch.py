@@ -2,6 +2,7 @@
        [NAME=value ...] python -m ddpkit launch SCRIPT [its flags]
 
 Starts a process of main.py, or of SCRIPT, for each GPU of this machine, or two if it has no GPU.
+On a Mac it is one, on Apple's GPU; several compute on the CPU.
 
   NPROC           processes on this node     (default: one per GPU, or 2 without GPUs)
   NNODES          number of nodes            (default: 1)

@@ -61,18 +61,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     pretrained = None if folder.state else args.weights
     model = build_model(args, classes, val_loader.dataset.channels, pretrained)
     folder.load(model, classes, vars(args))
-    model = model.to(device).to(memory_format=torch.channels_last)
+    model = model.to(device).to(memory_format=distributed.memory_layout(device))
     if args.sync_bn:
-        if device.type == "cpu":
+        if device.type in ("cpu", "mps"):
             raise ddpkit.UserError(
-                "--sync-bn: torch has it on GPUs only; omit the flag"
+                "--sync-bn: torch has it on GPUs only, not Apple's; omit the flag"
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # criterion(outputs, targets) is the sum of the losses of a batch's labels, and
     # criterion.count(targets) their number.
     loss_module = build_criterion(args, train_set, classes)
     criterion = ddpkit.Criterion(loss_module, classes).to(device)
-    metrics = build_metrics(args, classes).to(device)
+    metrics = build_metrics(args, classes).to(distributed.of_sums(device))
     predict = functools.partial(infer, args=args)  # for drawings
 
     if args.eval_only:
@@ -247,14 +247,15 @@ def evaluate(
     torch.backends.cudnn.benchmark = False  # takes seconds for each image size
     model.eval()
     metrics.reset()
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    place = distributed.of_sums(device)
+    totals = torch.zeros(2, dtype=torch.float64, device=place)
     worst = ddpkit.TopLosses(device)
     for images, targets, *_, indices in ddpkit.eval_batches(loader, device):
         with recipe.autocast(args.amp, device):
             logits = infer(model, images, args)
-        totals[0] += criterion(logits, targets)
-        totals[1] += criterion.count(targets)
-        metrics.update(logits, targets)
+        totals[0] += criterion(logits, targets).to(place)
+        totals[1] += criterion.count(targets).to(place)
+        metrics.update(logits.to(place), targets.to(place))
         worst.update(logits, targets, indices)
     loss_sum, count = distributed.reduce_tensor(totals).tolist()
     # Exact over all ranks; after a signal all of them stop here.

@@ -1,12 +1,15 @@
 """What launchers say through environment variables: torchrun's names, and SLURM's put into them."""
 
 import contextlib
+import importlib.util
 import itertools
 import os
+import platform
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,12 +247,23 @@ def count_gpus() -> int:
     names = visible_gpus()
     if names is not None:
         return len(names)
+    if (sys.platform, platform.machine()) == ("darwin", "arm64"):
+        return 1  # Apple's
     count = list_gpus()
-    if count or not any(file.exists() for file in GPU_FILES):
+    is_likely = any(file.exists() for file in GPU_FILES) or _is_torch_for_intel()
+    if count or not is_likely:
         return count
     import torch
 
     return torch.accelerator.device_count()
+
+
+def _is_torch_for_intel() -> bool:
+    """Return whether torch, which is not imported, is built for Intel's GPUs."""
+    found = importlib.util.find_spec("torch")
+    if not found or not found.origin:
+        return False
+    return any(Path(found.origin).with_name("lib").glob("*c10_xpu*"))
 
 
 def note_mistake() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ddpkit import files
 from ddpkit.data.format import Format
 from ddpkit.errors import DiskError, LineError, UserError, shorten
+from ddpkit.ranks import devices
 from ddpkit.ranks.replicas import uncompiled
 from ddpkit.run import states
 from ddpkit.run.states import MISFITS, PLAIN, State
@@ -265,7 +266,8 @@ def open_model(
     model = build_model(args, state["classes"], state["channels"])
     load_weights(model, state)
     model = uncompiled(model)  # a compiled one would compile for each size
-    model = model.eval().to(device).to(memory_format=torch.channels_last)
+    model = model.eval().to(device)
+    model = model.to(memory_format=devices.memory_layout(device))
     return model, Classes(state["classes"], state.get("colors")), args, format
 
 

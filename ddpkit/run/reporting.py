@@ -218,7 +218,7 @@ class Reporter:
         mine = torch.tensor(
             [self.waited, failures.peak(self.device)],
             dtype=torch.float64,
-            device=self.device,
+            device=devices.for_sums(self.device),
         )
         # the most of any rank; waits for the device, so that the seconds are its, too
         waited, peak = distributed.gather(mine).max(0).values.tolist()
