@@ -44,7 +44,7 @@ def reduce_tensor(tensor: Tensor) -> Tensor:
     return result
 
 
-def of_sums(device: torch.device) -> torch.device:
+def sum_device(device: torch.device) -> torch.device:
     """Return where sums and metrics are kept: Apple's GPUs have no float64, and count slowly."""
     return torch.device("cpu") if device.type == "mps" else device
 

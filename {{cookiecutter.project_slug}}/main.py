@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # criterion.count(targets) their number.
     loss_module = build_criterion(args, train_set, classes)
     criterion = ddpkit.Criterion(loss_module, classes).to(device)
-    metrics = build_metrics(args, classes).to(distributed.of_sums(device))
+    metrics = build_metrics(args, classes).to(distributed.sum_device(device))
     predict = functools.partial(infer, args=args)  # for drawings
 
     if args.eval_only:
@@ -247,7 +247,7 @@ def evaluate(
     torch.backends.cudnn.benchmark = False  # takes seconds for each image size
     model.eval()
     metrics.reset()
-    place = distributed.of_sums(device)
+    place = distributed.sum_device(device)
     totals = torch.zeros(2, dtype=torch.float64, device=place)
     worst = ddpkit.TopLosses(device)
     for images, targets, *_, indices in ddpkit.eval_batches(loader, device):
