@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -415,6 +416,8 @@ def _follow_debugger() -> None:
     """End all ranks with this one's debugger (VS Code's Stop means one process) or on Ctrl-C."""
     os.environ[DEBUGGED_LAUNCHER] = str(os.getppid()) if by_torchrun() else ""
     sys.breakpointhook = stop_in_debugger
+    # What completion in the debug console has torch say
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is", FutureWarning)
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     signal.signal(signal.SIGINT, hand_over)
     rank = os.getpid()
