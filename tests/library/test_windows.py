@@ -105,7 +105,7 @@ def test_spawned_loader_workers(project: Project, few: Path, tmp_path: Path) -> 
         flags = ["--data", few, "--output-dir", folder, *NET, "--weights", "none"]
         flags += ["--epochs", 1, "--batch-size", 2]
         script = project.folder / "main.py"  # workers look for it where pytest began
-        return project.run(flags, script=script, patch=patch)
+        return project.start(flags, script=script, patch=patch).end(300)
 
     train(tmp_path / "forked", None).ok()
     done = train(tmp_path / "spawned", stopping)
