@@ -145,7 +145,7 @@ class Ranks:
                 elif os.path.exists(silent):  # ddpkit is there
                     with open(silent + protocol.REQUEST, "wb") as file:
                         file.write(b"%d" % signum)
-                else:
+                elif sys.platform == "win32":
                     rank.send_signal(signal.CTRL_BREAK_EVENT)  # its workers get it, too
 
     def pass_on(self, signum: int, to_group: bool = True) -> None:
