@@ -5,6 +5,7 @@ for `cruft update`, and say what to type next."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -48,12 +49,13 @@ def place_library(repository: Path | None, template: str, commit: str) -> None:
     """
     library = Path("ddpkit")
     if template.startswith("https://") and commit:
-        shutil.rmtree(library)
+        # a file where links cannot be, as in an archive and on Windows
+        library.unlink() if library.is_file() else shutil.rmtree(library)
         # with what it requires
         line = f"ddpkit[{CONTEXT['task']}] @ git+{template}@{commit}\n"
         Path("requirements.txt").write_text(line, encoding="utf-8")
         return
-    if library.is_file() and repository:  # where links cannot be, as in an archive
+    if library.is_file() and repository:
         library.unlink()
         shutil.copytree(repository / "ddpkit", library)
     for cache in list(library.rglob("__pycache__")):
@@ -96,10 +98,12 @@ if "_repo_dir" in CONTEXT:
 else:  # cruft runs this hook and writes the file itself
     place_library(None, CONTEXT.get("_template", ""), CONTEXT.get("_commit", ""))
 
+# Windows has no bash.
+start = "python -m ddpkit launch main.py" if os.name == "nt" else "./launch.sh"
 print(
     f"""
 Next:
   cd {CONTEXT["project_slug"]}
   python -m pip install -r requirements.txt
-  ./launch.sh"""
+  {start}"""
 )

@@ -69,7 +69,7 @@ def process_space() -> str:
     """Return what is the same here and there if a process id is; "" without /proc."""
     # Not the host's name: its containers may have that, too.
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     return ""
 
@@ -279,7 +279,7 @@ def note_checkpoint(folder: Path) -> None:
 def check_new(folder: Path) -> None:
     """Raise a UserError if an earlier start of this batch job had a checkpoint in `folder`."""
     with contextlib.suppress(OSError, KeyError):
-        before = Path(os.environ[protocol.JOB], _saved(folder)).read_text()
+        before = Path(os.environ[protocol.JOB], _saved(folder)).read_text("utf-8")
         raise UserError(
             f"--output-dir {folder}: this job has saved there on {before}, but there is no "
             f"checkpoint on {node()}: use a folder that all nodes share, or submit a new job to "
@@ -296,4 +296,4 @@ def _note(name: str) -> None:
     folder = os.environ.get(protocol.JOB)
     if folder:
         with contextlib.suppress(OSError):
-            Path(folder, name).write_text(node())
+            Path(folder, name).write_text(node(), "utf-8")

@@ -263,7 +263,7 @@ class RunFolder:
             files.retried(last, checkpoint.write_file, tmp_path, state)
             if not is_repeated:
                 with contextlib.suppress(FileNotFoundError):  # it is the first
-                    last.replace(older)
+                    files.move(last, older)
         with contextlib.suppress(OSError):  # not every file system supports it
             files.sync(self.path)
         environment.note_checkpoint(self.path)
@@ -288,5 +288,5 @@ def read_newest(paths: Sequence[Path], read: Read) -> State:
 
 def set_aside(reason: str, path: Path, name: str, more: str = "") -> None:
     """Rename a file, and say why; an earlier one of that name is replaced."""
-    path.replace(path.with_name(name))
+    files.move(path, path.with_name(name))
     distributed.print0(f"{reason}; renamed to {name}{more}")

@@ -1,5 +1,6 @@
 """What a run writes to its output folder: the names of its files."""
 
+import contextlib
 from pathlib import Path
 
 # The folders of TensorBoard's files, and these
@@ -24,4 +25,5 @@ OWN_FILES = [  # what `--resume never` removes
 def remove_images(folder: Path) -> None:
     """Remove the images of best.pt, before another file gets that name."""
     for name in IMAGES:
-        (folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(PermissionError):  # on Windows, of one that is open
+            (folder / name).unlink(missing_ok=True)

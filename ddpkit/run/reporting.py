@@ -310,7 +310,9 @@ class Reporter:
     def start_tracker(self, tracker: Start) -> None:
         path = self.folder / "tracker.json"
         try:
-            known = json.loads(path.read_text())["run"] if path.exists() else None
+            known = (
+                json.loads(path.read_text("utf-8"))["run"] if path.exists() else None
+            )
             run, self.log = tracker(known)
         except (Exception, SystemExit) as error:  # which costs no run
             line = f"the tracker did not start ({typed_reason(error)}): the run goes on without it"
@@ -330,7 +332,9 @@ class Reporter:
 
     def write_json(self, name: str, value: object) -> None:
         with files.writing(self.folder / name, parents=True) as tmp_path:
-            tmp_path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+            tmp_path.write_text(
+                json.dumps(value, indent=2, default=str) + "\n", "utf-8"
+            )
 
     def write_images(self, mistakes: Mistakes) -> None:
         """Write examples.png, validation images with predictions, and the files of `mistakes`."""

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if name == path.name:
                 checkpoint.write_file(tmp_path, state)
             elif name == "args.json":
-                tmp_path.write_text(json.dumps(about, indent=2) + "\n")
+                tmp_path.write_text(json.dumps(about, indent=2) + "\n", "utf-8")
             else:
                 shutil.copyfile(path.with_name(name), tmp_path)
     with files.writing(given.output / "README.md") as tmp_path:

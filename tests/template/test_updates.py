@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from generated import TEMPLATE_FOLDER
+from generated import ROOT, TEMPLATE_FOLDER
 
 ADDRESS = "https://github.com/org/ddp-template"
 Env = dict[str, str]
@@ -93,6 +93,19 @@ def test_from_github(repository: Repository, tmp_path: Path, account: str) -> No
     assert str(tmp_path) not in text
     assert "password" not in text
     cruft("check", cwd=project, env=repository[1])
+
+
+def test_next_steps_on_windows(
+    repository: Repository, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """There git makes a file of the link to the library, and there is no bash."""
+    _, env = repository
+    env = {**env, "GIT_CONFIG_KEY_2": "core.symlinks", "GIT_CONFIG_VALUE_2": "false"}
+    env |= {"GIT_CONFIG_COUNT": "3", "PYTHONPATH": str(ROOT / "tests/windows")}
+    project = cookiecutter("gh:org/ddp-template", cwd=tmp_path, env=env)
+    assert not (project / "ddpkit").exists()
+    assert "@ git+https://" in (project / "requirements.txt").read_text()
+    assert capfd.readouterr().out.endswith("  python -m ddpkit launch main.py\n")
 
 
 def test_update(repository: Repository, tmp_path: Path) -> None:
