@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 # Plain cookiecutter adds the template's address and folder to the answers; cruft does
@@ -98,12 +99,17 @@ if "_repo_dir" in CONTEXT:
 else:  # cruft runs this hook and writes the file itself
     place_library(None, CONTEXT.get("_template", ""), CONTEXT.get("_commit", ""))
 
+# `cruft update` generates what it compares in temporary folders of its own.
+above = Path.cwd().parent
+is_temporary = above.parent == Path(tempfile.gettempdir()).resolve()
+is_update = is_temporary and above.name.startswith(tempfile.gettempprefix())
 # Windows has no bash.
 start = "python -m ddpkit launch main.py" if os.name == "nt" else "./launch.sh"
-print(
-    f"""
+if "_repo_dir" in CONTEXT or not is_update:
+    print(
+        f"""
 Next:
   cd {CONTEXT["project_slug"]}
   python -m pip install -r requirements.txt
   {start}"""
-)
+    )

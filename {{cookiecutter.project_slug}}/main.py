@@ -33,7 +33,14 @@ from torchmetrics import MetricCollection
 import distributed
 import recipe
 from dataset import build_datasets, draw_example, transform_batch
-from model import BEST, build_criterion, build_metrics, build_model, infer
+from model import (
+    BEST,
+    build_criterion,
+    build_metrics,
+    build_model,
+    check_flags,
+    infer,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         args = parse_args(argv, {**best["args"], **own})
     else:
         folder.find_checkpoint()
+        ddpkit.Run.check_tracker(args.tracker)
     args.amp = recipe.choose_amp(args, device)
+    # What does not exist is refused before data are read.
+    pretrained = None if folder.state else args.weights
+    check_flags(args, pretrained)
 
     # The data. Each sample has random numbers of its own, whichever rank and worker reads
     # it. For validation each image is on one rank, once: nothing is padded or repeated.
@@ -58,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
     # The network, with the weights of the checkpoint, or else those of --weights.
-    pretrained = None if folder.state else args.weights
     model = build_model(args, classes, val_loader.dataset.channels, pretrained)
     folder.load(model, classes, vars(args))
     model = model.to(device).to(memory_format=distributed.memory_layout(device))

@@ -113,8 +113,11 @@ class RunFolder:
         state = self.state
         if state:
             checkpoint.check_classes(state["path"], state["classes"], classes)
-            changed = checkpoint.changes(state["args"], flags) or "no flag"
-            checkpoint.load_weights(model, state, f"; changed: {changed}; {OTHER_RUN}")
+            changed = (
+                checkpoint.changes(state["args"], flags) or "what you changed in it"
+            )
+            keep = checkpoint.keep_weights(state["path"])
+            checkpoint.load_weights(model, state, f"undo {changed}, or {keep}")
 
     def write(
         self,

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -170,6 +172,7 @@ class Run:
         )
         self._note_best()
         if isinstance(tracker, str):
+            self.check_tracker(tracker)
             tracker = reporting.find_tracker(tracker, folder.path, kept)
         self.report.catch_up(tracker)
         self.block = self._block()
@@ -183,6 +186,15 @@ class Run:
             steps = ddpkit.Run.steps_per_epoch(train_loader, args.accumulate)
         """
         return sources.steps_per_epoch(train_loader, accumulate)
+
+    @staticmethod
+    def check_tracker(name: str | None) -> None:
+        """Raise a UserError if there is no such tracker; to call before data are read."""
+        # as a module that a program has made, or as a package
+        if name and not sys.modules.get(name) and not importlib.util.find_spec(name):
+            raise UserError(
+                f"--tracker {name}: not installed; python -m pip install {name}"
+            )
 
     @property
     def epoch(self) -> int:

@@ -2,7 +2,7 @@
 
 import contextlib
 import csv
-import importlib.util
+import importlib
 import io
 import json
 import math
@@ -23,7 +23,7 @@ from ddpkit import files
 from ddpkit.data import images, loading, samples
 from ddpkit.data.loading import TrainSampler
 from ddpkit.data.other_loaders import OtherSource
-from ddpkit.errors import LineError, UserError
+from ddpkit.errors import LineError, reason_of
 from ddpkit.ranks import devices, distributed, failures, process
 from ddpkit.run import checkpoint, machine, pictures
 from ddpkit.run.layout import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
@@ -365,11 +365,6 @@ class Reporter:
 
 def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
     """Return what begins or continues a run of that tracker, named as `folder` and its project."""
-    # as a module that a program has made, or as a package
-    if not sys.modules.get(name) and not importlib.util.find_spec(name):
-        raise UserError(
-            f"--tracker {name}: not installed; python -m pip install {name}"
-        )
     project = process.project().name
 
     def start_run(known: str | None) -> tuple[str, Log]:
@@ -401,7 +396,7 @@ def _is_on_terminal() -> bool:
 
 
 def typed_reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return f"{type(error).__name__}: {reason_of(error, 200)}"
 
 
 def only_numbers(row: Row) -> dict[str, float]:

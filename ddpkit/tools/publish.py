@@ -232,6 +232,6 @@ def push(folder: Path, names: Sequence[str], repo: str, is_private: bool) -> str
         url = hub.create_repo(repo, private=is_private or None, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(names))
     except Exception as error:  # of many types
-        reason = reason_of(error)[:300]
+        reason = reason_of(error, 300)
         raise UserError(f"{repo}: not published ({reason})") from None
     return str(url)

@@ -35,6 +35,7 @@ FLAGS = {
     "TensorRT": "--fp16 --onnx --saveEngine",
     "uv": "--no-annotate --no-header --python-version --universal",
     "cookiecutter": "--no-input",
+    "pip": "--index-url",
     "pre-commit": "--all-files",
 }
 FILES = {

@@ -27,9 +27,11 @@ def commit(repository: Path, env: Env) -> str:
     return git("rev-parse", "HEAD", cwd=repository, env=env).strip()
 
 
-def cruft(*args: object, cwd: Path, env: Env) -> None:
+def cruft(*args: object, cwd: Path, env: Env) -> str:
+    """Run it, and return what it has printed."""
     command = [sys.executable, "-m", "cruft", *args]
-    subprocess.run(command, cwd=cwd, env=env, check=True)
+    options = {"check": True, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.run(command, cwd=cwd, env=env, **options).stdout
 
 
 def cookiecutter(*args: object, cwd: Path, env: Env) -> Path:
@@ -71,7 +73,9 @@ def edit(project: Path, env: Env, **changes: tuple[str, str]) -> None:
 
 
 def update(project: Path, env: Env) -> None:
-    cruft("update", "--skip-apply-ask", cwd=project, env=env)
+    said = cruft("update", "--skip-apply-ask", cwd=project, env=env)
+    assert "has been updated" in said
+    assert "Next:" not in said  # which is for a new project
     git("diff", "--check", cwd=project, env=env)  # fails on conflict markers
     assert not list(project.rglob("*.rej"))
 
@@ -134,7 +138,7 @@ def test_cruft_file(repository: Repository, tmp_path: Path) -> None:
     origin, env = repository
     (tmp_path / "by_cruft").mkdir()
     words = ["create", origin, "--checkout", "main", "--no-input"]
-    cruft(*words, cwd=tmp_path / "by_cruft", env=env)
+    assert "Next:" in cruft(*words, cwd=tmp_path / "by_cruft", env=env)
     address = Path("origin") / origin.name  # a relative one
     project = cookiecutter(address, "--checkout", "main", cwd=tmp_path, env=env)
     assert cruft_file(project) == cruft_file(tmp_path / "by_cruft" / "my_ddp_project")

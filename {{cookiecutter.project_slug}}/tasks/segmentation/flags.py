@@ -70,4 +70,11 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add("--sync-bn", action="store_true", help="BatchNorm over the images of all ranks; on GPUs only")
     add("--deterministic", action="store_true", help="the same bits on GPUs; slower")
     args = parser.parse(argv, defaults)
-    return args if args.data or defaults else parser.parse(argv, DEMO)
+    if not args.data and not defaults:
+        args = parser.parse(argv, DEMO)
+    is_sgd = args.optimizer == "sgd"
+    if args.lr is None:
+        args.lr = 0.1 if is_sgd else 0.001
+    if args.weight_decay is None:
+        args.weight_decay = 0.0001 if is_sgd else 0.05
+    return args
