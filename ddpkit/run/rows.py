@@ -144,11 +144,11 @@ class EpochLines:
             digits = as_digits(numbers[name])
             columns.append(title.rjust(8))
             words.append(digits.rjust(max(8, len(title))))
-        header = GAP.join([*columns, " left"])
+        header = GAP.join([*columns, "left".rjust(8)])
         found = [header] if header != self.header else []
         self.header = header
         mark = f"{GAP}best" if is_best else ""
-        return [*found, GAP.join([*words, left.rjust(5)]) + mark]
+        return [*found, GAP.join([*words, left.rjust(8)]) + mark]
 
     def fitting(self, names: Collection[str], best: str, width: int) -> list[str]:
         """Return the columns that fit: losses, `best`, others, and at last those of classes."""
