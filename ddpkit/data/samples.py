@@ -412,7 +412,7 @@ def name(dataset: MapDataset, index: int) -> str:
     return f"sample {index}, {path}" if path else f"sample {index}"
 
 
-def file_of(dataset: Any, index: int) -> str:
+def file_of(dataset: MapDataset, index: int) -> str:
     """Return the path with which a list `samples` begins at `index`; "" if there is none."""
     for each, at in places(dataset, index):
         samples = listed(each)

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from ddpkit import files
 from ddpkit.data import images, normalizing, samples
-from ddpkit.data.samples import Key, Seeded
+from ddpkit.data.samples import Key, MapDataset, Seeded
 from ddpkit.ranks import distributed, stopping
 from ddpkit.run import pictures
 from ddpkit.run.outputs import Outputs, to_logits
@@ -134,7 +134,7 @@ class Mistakes:
         format = normalizing.format_of(self.loader)
         device = next(self.model.parameters()).device
         names = short_names(data.dataset, captions)
-        examples = []
+        examples: list[Example] = []
         for name, (index, caption) in zip(names, captions.items(), strict=True):
             image, target = data[Key(0, index, is_val=True)][:2]
             batch = normalizing.normalize_images(image[None].to(device), format)
@@ -196,7 +196,7 @@ class Mistakes:
         return said
 
 
-def short_names(dataset: Any, indices: Iterable[int]) -> list[str]:
+def short_names(dataset: MapDataset, indices: Iterable[int]) -> list[str]:
     """Return the files of samples, from the folder that all of them share, for a picture."""
     found = [samples.file_of(dataset, index) for index in indices]
     # the first and the last of the set may be in other folders

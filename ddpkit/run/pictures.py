@@ -16,6 +16,7 @@ from ddpkit.data.masks import VOID, Classes
 from ddpkit.run.rows import OF_TUNING, Row, clip, is_of_class, number_in
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -121,7 +122,9 @@ def draw_masks(
     own = np.argwhere(pixels.any(-1) | (truth != VOID))
     bottom, right = own.max(0) + 1 if len(own) else truth.shape
     parts = [each[:bottom, :right] for each in (pixels, predicted.numpy(), truth)]
-    axes.set_title(f"mean IoU {mean_iou(*parts[1:], len(classes)):.2f}", fontsize=9)
+    axes.set_title(
+        f"mean IoU {mean_iou(parts[1], parts[2], len(classes)):.2f}", fontsize=9
+    )
     # outlines are lines of the picture: small images are enlarged before, large ones reduced
     longest = max(bottom, right)
     times = max(1, PANEL // longest)
@@ -164,10 +167,10 @@ def draw_errors(
 
     An object is what has a class with a colour; black ones are its ground.
     """
-    is_object = colors_of(classes, 256).any(-1)
+    is_object: np.ndarray = np.any(colors_of(classes, 256), axis=-1)
     is_label = (truth >= 0) & (truth < len(classes))
-    was = is_object[truth] & is_label
-    said = is_object[guess] & is_label
+    was = np.logical_and(is_object[truth], is_label)
+    said = np.logical_and(is_object[guess], is_label)
     places = [
         was & said & (guess == truth),
         was & ~said,
@@ -356,7 +359,7 @@ def draw_legend(
 
     colors = colors_of(classes, 256) / 255
     classes = legible(classes)
-    entries = []
+    entries: list[Artist] = []
     for i in sorted({min(number, len(classes)) for number in present}):
         name = clip(classes[i]) if i < len(classes) else "void"
         if not colors[i].any():

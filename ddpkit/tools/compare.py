@@ -9,10 +9,9 @@ import datetime
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ddpkit.errors import UserError, escape, print_line, reason_of
 from ddpkit.run import rows
@@ -28,7 +27,7 @@ class Compared:
     """A run: its flags, its rows of metrics.csv, and the metric by which it has its best epoch."""
 
     folder: Path
-    flags: dict[str, Any]
+    flags: Mapping[str, object]
     rows: Sequence[Row]
     metric: str = ""
     direction: str = ""
@@ -120,7 +119,7 @@ def read_run(folder: Path) -> Compared:
     return run
 
 
-def differing(flags: Sequence[dict[str, Any]]) -> list[str]:
+def differing(flags: Sequence[Mapping[str, object]]) -> list[str]:
     """Return the flags of which some runs have another value; one that has none is of others."""
     names = dict.fromkeys(name for each in flags for name in each)
     found = []

@@ -51,7 +51,6 @@ VARIABLES = {
     "SkyPilot": "MOUNT_CACHED SKYPILOT_NODE_IPS SKYPILOT_NODE_RANK",
     "Ray": "STRICT_SPREAD",
     "trackers": "MLFLOW_TRACKING_URI WANDB_MODE",
-    "placeholders": "IMAGE_OR_FOLDER",
     "the tests": "OF_THE_TASK TEST_SEED",
     "SLURM": "SLURM_ARRAY_TASK_ID",
 }

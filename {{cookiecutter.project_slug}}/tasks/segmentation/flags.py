@@ -59,7 +59,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add("--label-smoothing", type=share, default=0.0, metavar="SHARE", help="of each label, divided among all classes")
     add("--class-weights", type=parser.class_weights, metavar="auto|A,B,...", help="of the classes in the loss; auto: from their shares of the labels")
     add("--augment", default="", metavar="NAME,...", help="of color, grey, rotation, vflip")
-    add("--cutmix", type=rate, default=0.0, metavar="ALPHA", help="paste a box of one image and mask into another, of a share from Beta(ALPHA, ALPHA)")
+    add("--cutmix", type=rate, default=0.0, metavar="ALPHA", help="paste a box of another image and mask, of a share from Beta(ALPHA, ALPHA)")
     add("--loss", default="ce", metavar="TERMS", help="ce, dice, focal, lovasz, or a sum such as ce+0.5*dice")
     add("--tta", action="store_true", help="evaluate and predict mirrored images, too, and take the mean")
     add("--tile", type=count, default=2048, metavar="PIXELS", help="predict larger images in overlapping tiles of that side; 0: whole")
