@@ -138,7 +138,7 @@ class EpochLines:
         first = f"epoch {row['epoch']}/{self.epochs}"
         width = len(f"epoch {self.epochs}/{self.epochs}")
         columns = [" " * width]
-        words = [first.rjust(width)]
+        words = [first.ljust(width)]
         for name in self.fitting(numbers, best, width):
             title = clip(name)
             digits = as_digits(numbers[name])

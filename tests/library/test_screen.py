@@ -27,7 +27,7 @@ def columns(header: str, line: str) -> dict[str, str]:
     """The cells of a line by the names above them; each ends where its name does."""
     ends = {name: at.end() for at in re.finditer(r"\S+", header) for name in [at[0]]}
     found = {}
-    start = len(line.split("/")[0])
+    start = len(re.match(r"epoch \d+/\d+ *", line)[0])
     for name, end in ends.items():
         found[name] = line[start:end].split()[-1]
         assert line[end : end + 1] in ("", " "), (name, line)
