@@ -132,7 +132,7 @@ def draw_masks(
     for i, part in enumerate(parts):
         parts[i] = part[::step, ::step].repeat(times, 0).repeat(times, 1)
     pixels, guess, truth = parts
-    width = max(2, max(pixels.shape) // 200)
+    width = max(2, max(pixels.shape) // 150)
     shown = [
         pixels,
         outline(pixels, guess, classes, width),
