@@ -12,7 +12,6 @@ Evaluate the best checkpoint:  ./launch.sh --data DIR --eval-only
 
 import contextlib
 import functools
-import json
 import math
 from argparse import Namespace
 from collections.abc import Sequence
@@ -50,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Either sets folder.state: best.pt, or the checkpoint to continue from, if there is one.
     if args.eval_only:
         best = folder.best()
-        # Flags that are not given are those of its training, but for these two.
-        own = {"output_dir": args.output_dir, "amp": args.amp}
+        # Flags that are not given are those of its training, but for these.
+        own = {"output_dir": args.output_dir, "amp": args.amp, "json": args.json}
         args = parse_args(argv, {**best["args"], **own})
     else:
         folder.find_checkpoint()
@@ -89,12 +88,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         results, confusion, worst = evaluate(
             model, val_loader, criterion, metrics, args
         )
+        # to eval/ in the folder; prints a table, or with --json a line for programs
         folder.write(
-            confusion, worst, model, val_loader, classes, predict, draw_example
+            results,
+            confusion,
+            worst,
+            model,
+            val_loader,
+            classes,
+            predict,
+            draw_example,
+            as_json=args.json,
         )
-        # JSON has no NaN, which a metric of no samples is.
-        finite = {name: x if math.isfinite(x) else None for name, x in results.items()}
-        distributed.print0(json.dumps(finite))  # on rank 0
         return
 
     # Another order in each epoch, from which a run also resumes within an epoch; the last

@@ -121,6 +121,7 @@ class RunFolder:
 
     def write(
         self,
+        results: Mapping[str, float],
         confusion: Tensor | None,
         worst: "Worsts",
         model: nn.Module,
@@ -128,9 +129,11 @@ class RunFolder:
         classes: Sequence[str],
         predict: Callable[[nn.Module, Tensor], Any],
         draw: Callable[..., None],
+        as_json: bool = False,
     ) -> None:
-        """Write what an evaluation has found to eval/ in the folder, on rank 0, and say so.
+        """Write what an evaluation has found to eval/ in the folder, and print it, on rank 0.
 
+        results: by name, printed below a table of the classes; or, as_json, alone and in one line.
         confusion: of `compute_metrics`. worst: what TopLosses.compute() returns. loader: of the
         validation images. classes, predict, draw: as Run takes them.
         """
@@ -141,6 +144,7 @@ class RunFolder:
         checkpoint.check_format(self.state or {}, normalizing.format_of(loader))
         shown = Mistakes(confusion, worst, model, loader, classes, predict, draw)
         reporting.write_evaluation(shown, self.path / "eval")
+        reporting.print_evaluation(shown, results, as_json)
 
     def _lock(self) -> None:
         if self.is_path and not Path(self.resume).is_file():

@@ -7,7 +7,8 @@ from pathlib import Path
 EPOCHS = "epochs"
 STEPS = "steps"
 EVENTS = "events.out.tfevents.*"
-IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of best.pt
+# of best.pt
+IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png", "worst.csv")
 SHOWN = ("curves.png", *IMAGES)
 SAVES = ("last.pt", "last-1.pt")  # newest first
 NAMES = "best.pt best-1.pt *.pt.corrupt metrics.csv tracker.json args.json curves.png"

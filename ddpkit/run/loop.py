@@ -23,8 +23,8 @@ from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps, LateChanges, LoopVariables
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.mistakes import Mistakes, Worsts
-from ddpkit.run.pictures import Row
 from ddpkit.run.progress import Progress, progress_line
+from ddpkit.run.rows import Row, recorded_epochs
 from ddpkit.run.states import State
 
 # besides KEYS
@@ -154,7 +154,7 @@ class Run:
             trainable_then=state.get("trainable", 0),
             is_within_epoch=self.progress.seen > 0,
         )
-        recorded = distributed.from_rank_zero(reporting.recorded_epochs, folder.path)
+        recorded = distributed.from_rank_zero(recorded_epochs, folder.path)
         self.is_complete = min(self.epoch, recorded) >= epochs
         self.report = reporting.Reporter(
             folder.path,
@@ -355,7 +355,13 @@ class Run:
                 "goes on from there; to stop early for good, use --patience"
             )
         else:
-            self.report.print_results(self.chosen.name, self.best)
+            example = samples.file_of(samples.dataset_of(self.val_loader), 0)
+            self.report.print_results(
+                self.chosen.name,
+                self.best,
+                self.best_epoch,
+                example or "IMAGE_OR_FOLDER",
+            )
 
     # The steps of an epoch.
 
@@ -370,6 +376,7 @@ class Run:
         self._keep_changes()
         self.variables.begin_epoch(self, self.epoch, self.parts)
         self.changes.before_steps()
+        self.report.print_parameters(self.trained)
         self.networks = networks
         for network in networks:
             replicas.prepare_network(network)

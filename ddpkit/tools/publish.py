@@ -20,9 +20,10 @@ from typing import Any
 from ddpkit import files
 from ddpkit.errors import UserError, escape, reason_of
 from ddpkit.ranks import process
-from ddpkit.run import checkpoint, pictures
+from ddpkit.run import checkpoint
 from ddpkit.run.flags import Parser
 from ddpkit.run.layout import SHOWN
+from ddpkit.run.rows import OF_TUNING
 from ddpkit.run.states import State
 
 NEEDED = ["args.json", "metrics.csv"]
@@ -71,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
     names = [path.name]
     names += NEEDED
-    for name in SHOWN:  # if they are there
-        if path.with_name(name).is_file():
+    for name in SHOWN:  # if they are there; worst.csv has paths of this machine
+        if path.with_name(name).is_file() and name != "worst.csv":
             names.append(name)
     if given.output.resolve() == path.parent.resolve():
         raise UserError(
@@ -140,7 +141,7 @@ def make_card(
     scores = [["", f"{path.name}, epoch {own[0]}", f"the last, epoch {last[0]}"]]
     results = []
     for name, value, last_value in zip(header, own, last, strict=True):
-        if name in pictures.NOT_DRAWN:
+        if name in OF_TUNING:
             continue
         text = f"{float(value or 'nan'):.4g}"  # empty: not measured in that epoch
         scores.append([name, text, f"{float(last_value or 'nan'):.4g}"])

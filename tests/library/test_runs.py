@@ -26,6 +26,7 @@ def test_output_files(project: Project, trained: Path) -> None:
         "metrics.csv",
         "args.json",
         "per_class.csv",
+        "worst.csv",
         "epochs",
     }
     assert torch.load(trained / "last.pt", weights_only=True)["epoch"] == 1
@@ -146,7 +147,14 @@ def test_images_of_different_sizes(
             image.crop((0, 0, 64 - 7 * (n % 3), 40 + 5 * (n % 2))).save(each)
     found = []
     for size, on in (1, 2), (23, 1):
-        words = ["--eval-only", "--resume", trained / "best.pt", "--batch-size", size]
+        words = [
+            "--eval-only",
+            "--json",
+            "--resume",
+            trained / "best.pt",
+            "--batch-size",
+            size,
+        ]
         done = project.train(own_data, tmp_path, words, on=on).ok()
         found.append(json.loads(done.out.splitlines()[-1]))
     assert found[0] == pytest.approx(found[1], rel=1e-4)

@@ -97,7 +97,7 @@ def test_loader_workers_change_no_sample(data: Path) -> None:
 
 
 def test_metrics_are_the_same_on_any_number_of_ranks(run: Path, data: Path) -> None:
-    flags = ["--data", data, "--output-dir", run, "--eval-only"]
+    flags = ["--data", data, "--output-dir", run, "--eval-only", "--json"]
     one, three = (
         json.loads(launch(ranks, *flags).splitlines()[-1]) for ranks in (1, 3)
     )
