@@ -3,6 +3,7 @@
   check DIR      read every file of a data set, list what is wrong with it, and draw it
   convert SOURCE OUT
                  make such a data set from labels of COCO, YOLO, VOC, LabelMe, CVAT and others
+  compare RUN... list runs by their best epoch, with the flags that differ
   export         write a checkpoint as an ONNX file, also with 8-bit integers
   publish        write a model card, and push it with the checkpoint to the Hugging Face hub
   where          have a run print where its ranks are
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import ddpkit
 from ddpkit import files, launch
-from ddpkit.errors import print_line
+from ddpkit.errors import print_error, print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.run.flags import Parser
 
@@ -87,7 +88,11 @@ def copy() -> None:
     print_line(done, sys.stdout)
 
 
-COMMANDS = {"where": where, "copy": copy}
+def compare() -> None:
+    importlib.import_module("ddpkit.tools.compare").main()
+
+
+COMMANDS = {"compare": compare, "where": where, "copy": copy}
 
 
 def main() -> None:
@@ -103,9 +108,21 @@ def main() -> None:
         raise ddpkit.UserError(f"python -m ddpkit {name}: use one of {names}")
 
 
+def without_torch() -> int:
+    """Run `main` without the seconds of importing torch; return the exit status."""
+    try:
+        main()
+    except ddpkit.UserError as error:
+        print_error(error)
+        return protocol.MISTAKE
+    return 0
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["launch"]:  # without torch, as it only starts others
         sys.exit(launch.of_script())
+    if sys.argv[1:2] == ["compare"]:  # which only reads text
+        sys.exit(without_torch())
     if sys.argv[1:] and sys.argv[1] in ON_CPU:
         os.environ[environment.GPUS] = ""  # before torch looks for them
     ddpkit.before_imports()

@@ -6,7 +6,8 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -60,9 +61,22 @@ class DiskError(LineError):
     """What a restart may find mended: a disk that does not answer, a want of memory or handles."""
 
 
-def reason_of(error: BaseException) -> str:
-    """Return what an error says, in one line; its type if it says nothing."""
-    return " ".join(str(error).split()) or type(error).__name__
+def reason_of(error: BaseException, most: int = sys.maxsize) -> str:
+    """Return what an error says, as `clip` does; its type if it says nothing."""
+    return clip(error, most) or type(error).__name__
+
+
+def clip(text: object, most: int) -> str:
+    """Return `text` in one line of whole words, at most so many letters long."""
+    return textwrap.shorten(str(text), most, placeholder=" ...")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return a question after the `known` names that are most like `name`; nothing without any."""
+    import difflib  # only once something is wrong
+
+    near = difflib.get_close_matches(name, known, cutoff=0.7)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def escape(line: object) -> str:

@@ -8,12 +8,13 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from ddpkit.errors import DiskError, LineError, UserError
+from ddpkit.errors import DiskError, LineError, UserError, print_line
 
 T = TypeVar("T")
 
@@ -91,14 +92,27 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
             yield own if own.exists() else part
             # before the rename, or a crash could leave a name without the content
             os.fsync(file.fileno())
-            if not os.path.samestat(os.fstat(file.fileno()), os.lstat(part)):
+            # nobody can on Windows
+            is_own = sys.platform == "win32" or os.path.samestat(
+                os.fstat(file.fileno()), os.lstat(part)
+            )
+            if not is_own:
                 raise OSError(None, f"another process has replaced {part.name}")
-        os.replace(part, path)
+        move(part, path)
     except OSError as error:
         raise failure(path, error) from None
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename a file, in place of another one; on Windows once nobody has either of them open."""
+    for _ in range(50 if sys.platform == "win32" else 0):
+        with contextlib.suppress(PermissionError):
+            return os.replace(source, target)
+        time.sleep(0.1)
+    os.replace(source, target)
 
 
 def new_file(path: Path, mode: str = "xb", **how: Any) -> IO:
@@ -136,7 +150,13 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
             partial.unlink()
         else:
             sync(partial)
-            os.replace(partial, path)
+            try:
+                move(partial, path)
+            except PermissionError:
+                if sys.platform != "win32":
+                    raise
+                line = f"{path} is open in another program: what is new is in {partial.name}"
+                print_line(line, sys.stderr)
     except OSError as error:
         raise failure(path, error) from None
 
@@ -164,16 +184,12 @@ def sync(path: Path) -> None:
 
 
 def lock(path: Path) -> bool:
-    """Return whether this process got the lock `path`; True where there are none, as on Windows.
+    """Return whether this process got the lock `path`; True where there are none.
 
     By flock: what lockf locks is free once the process closes any handle of the file.
 
     Raises a UserError if another user has made the file, and keeps it closed.
     """
-    try:
-        import fcntl
-    except ImportError:
-        return True
     handle = _open_lock(path)
     found = os.fstat(handle)
     key = found.st_dev, found.st_ino
@@ -182,7 +198,7 @@ def lock(path: Path) -> bool:
         return True
     for _ in range(50):  # a run that was just killed may need a moment
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_now(handle)
             _locks[key] = handle
             return True
         except OSError as error:
@@ -194,6 +210,18 @@ def lock(path: Path) -> bool:
     return False
 
 
+def _lock_now(handle: int) -> None:
+    """Lock an open file, for as long as this process lives; raise an OSError if another has."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def _open_lock(path: Path) -> int:
     """Open a lock file for those, and only those, who can write its folder.
 
@@ -202,6 +230,8 @@ def _open_lock(path: Path) -> int:
     """
     if path.is_symlink():
         path.unlink()
+    if sys.platform == "win32":
+        return os.open(path, os.O_RDWR | os.O_CREAT)
     safely = os.O_NOFOLLOW | os.O_NONBLOCK  # not a link, nor a pipe that waits
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | safely, 0o600)
@@ -245,7 +275,7 @@ def filling(folder: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
-        partial.rename(folder)
+        move(partial, folder)
     except OSError as error:
         if not folder.is_dir():  # else another process was first
             raise failure(folder, error) from None

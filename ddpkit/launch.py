@@ -2,6 +2,7 @@
        [NAME=value ...] python -m ddpkit launch SCRIPT [its flags]
 
 Starts a process of main.py, or of SCRIPT, for each GPU of this machine, or two if it has no GPU.
+On a Mac it is one, on Apple's GPU; several compute on the CPU.
 
   NPROC           processes on this node     (default: one per GPU, or 2 without GPUs)
   NNODES          number of nodes            (default: 1)
@@ -95,8 +96,11 @@ class Ranks:
             env[protocol.SILENT] = f"{self.silent}{local_rank}"
             command = [sys.executable, "-u", *words]
             # a session of its own, so that Ctrl-C comes from here alone
+            own = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # on Windows
             with process.holding_signals({signal.SIGINT}):  # until it can be quiet
-                rank = subprocess.Popen(command, env=env, start_new_session=True)
+                rank = subprocess.Popen(
+                    command, env=env, start_new_session=True, creationflags=own
+                )
                 self.running.append(rank)
         if self.first:  # it came before all were there
             self.send(self.first)
@@ -125,10 +129,25 @@ class Ranks:
     def send(self, signum: int) -> None:
         """Send a signal that ends the ranks, and wake those that SIGSTOP holds."""
         self.sent.add(signum)
+        if sys.platform == "win32":
+            return self.request(signum)
         # A request to stop is for the rank: it needs the processes that it has started
         # until then.
-        self.pass_on(signum, to_group=not self.first or signum == signal.SIGKILL)
+        self.pass_on(signum, to_group=not self.first or signum == protocol.KILL)
         self.pass_on(signal.SIGCONT)
+
+    def request(self, signum: int) -> None:
+        """Have the ranks get a signal on Windows, where none can be sent to a process alone."""
+        for local_rank, rank in enumerate(self.running):
+            silent = f"{self.silent}{local_rank}"
+            with contextlib.suppress(OSError):  # it has ended
+                if signum == protocol.KILL:
+                    rank.kill()
+                elif os.path.exists(silent):  # ddpkit is there
+                    with open(silent + protocol.REQUEST, "wb") as file:
+                        file.write(b"%d" % signum)
+                elif sys.platform == "win32":
+                    rank.send_signal(signal.CTRL_BREAK_EVENT)  # its workers get it, too
 
     def pass_on(self, signum: int, to_group: bool = True) -> None:
         kill = os.killpg if to_group else os.kill
@@ -152,7 +171,7 @@ class Ranks:
                 self.send(signal.SIGTERM)
             if time.monotonic() > self.kill_at:
                 self.kill_at = math.inf
-                self.send(signal.SIGKILL)
+                self.send(protocol.KILL)
                 if self.first:
                     name = signal.Signals(self.first).name
                     seconds = time.monotonic() - self.first_at
@@ -171,7 +190,10 @@ class Ranks:
 
     def exit_status(self, local_rank: int, status: int) -> int:
         """Return the exit status for that of a rank; name one that a signal has ended."""
-        if self.first and -status in self.sent:  # it has ended as it was told to
+        is_sent = -status in self.sent or (
+            sys.platform == "win32" and status in protocol.OF_SIGNALS
+        )
+        if self.first and is_sent:  # it has ended as it was told to
             return 128 + self.first
         place = f" on {environment.node()}" if self.nodes.count > 1 else ""
         number = self.nodes.number * self.nodes.ranks + local_rank

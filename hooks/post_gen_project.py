@@ -5,9 +5,11 @@ for `cruft update`, and say what to type next."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 # Plain cookiecutter adds the template's address and folder to the answers; cruft does
@@ -48,12 +50,13 @@ def place_library(repository: Path | None, template: str, commit: str) -> None:
     """
     library = Path("ddpkit")
     if template.startswith("https://") and commit:
-        shutil.rmtree(library)
+        # a file where links cannot be, as in an archive and on Windows
+        library.unlink() if library.is_file() else shutil.rmtree(library)
         # with what it requires
         line = f"ddpkit[{CONTEXT['task']}] @ git+{template}@{commit}\n"
         Path("requirements.txt").write_text(line, encoding="utf-8")
         return
-    if library.is_file() and repository:  # where links cannot be, as in an archive
+    if library.is_file() and repository:
         library.unlink()
         shutil.copytree(repository / "ddpkit", library)
     for cache in list(library.rglob("__pycache__")):
@@ -96,10 +99,17 @@ if "_repo_dir" in CONTEXT:
 else:  # cruft runs this hook and writes the file itself
     place_library(None, CONTEXT.get("_template", ""), CONTEXT.get("_commit", ""))
 
-print(
-    f"""
+# `cruft update` generates what it compares in temporary folders of its own.
+above = Path.cwd().parent
+is_temporary = above.parent == Path(tempfile.gettempdir()).resolve()
+is_update = is_temporary and above.name.startswith(tempfile.gettempprefix())
+# Windows has no bash.
+start = "python -m ddpkit launch main.py" if os.name == "nt" else "./launch.sh"
+if "_repo_dir" in CONTEXT or not is_update:
+    print(
+        f"""
 Next:
   cd {CONTEXT["project_slug"]}
   python -m pip install -r requirements.txt
-  ./launch.sh"""
-)
+  {start}"""
+    )

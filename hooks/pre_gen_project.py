@@ -2,12 +2,20 @@
 
 import json
 import re
+import shlex
 import sys
 
-SLUG = json.loads(r""" {{ cookiecutter.project_slug | tojson }} """)
+CONTEXT = json.loads(r""" {{ cookiecutter | tojson }} """)
+SLUG = CONTEXT["project_slug"]
 
 if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", SLUG):
+    # cookiecutter cannot ask again: the answers are given back as a command
+    fitting = re.sub(r"[^A-Za-z0-9._-]+", "_", SLUG).strip("._-") or "my_project"
+    words = ["cookiecutter", CONTEXT["_template"], "--no-input"]
+    for name in ("project_name", "task"):
+        words.append(f"{name}={CONTEXT[name]}")
+    words.append(f"project_slug={fitting}")
     sys.exit(
         f"error: project_slug {SLUG!r}: use letters, digits, '.', '_' and '-', "
-        "and begin with a letter or a digit"
+        f"and begin with a letter or a digit, such as: {shlex.join(words)}"
     )

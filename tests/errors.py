@@ -1,6 +1,11 @@
-"""The table of what is refused: docs/errors.md, from the source. Run this to write it anew."""
+"""The page on what is refused: docs/errors.md. Run this to write it anew.
+
+Its table is from the source. What comes before, on the errors that people meet most, is written by
+hand in errors.md beside this file, by the code of each.
+"""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +13,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
 PAGE = ROOT / "docs" / "errors.md"
+EXPLAINED = Path(__file__).with_suffix(".md")
 ERRORS = {"UserError", "NoLabelsError", "DiskError", "Damaged", "Foreign"}
 HEAD = """# Errors
 
 A mistake ends all ranks with status 2 and one line: the file or flag, the value, the remedy.
-The line ends with a code: the file and the function that found it. What is in braces is filled in.
+The line ends with a code in brackets, such as `[folders.open]`: the file and the function that
+found it. Look for it on this page. The errors that people meet most are explained first; at the end
+is [a list of all](#all-lines).
+
+"""
+TABLE = """
+## All lines
+
+What is in braces is filled in. A code with a link is explained above.
 
 | Code | Line |
 | --- | --- |
@@ -81,10 +95,21 @@ def raised() -> Iterator[tuple[str, str, str]]:
                         yield str(path), f"{path.stem}.{scope.name.strip('_')}", text
 
 
+def explained() -> list[str]:
+    """Return the codes that are explained, in the order of the page."""
+    return re.findall(r"^### `(.+)`$", EXPLAINED.read_text(), re.MULTILINE)
+
+
 def page() -> str:
-    rows = sorted({(code, text) for _, code, text in raised()})
-    lines = [f"| `{code}` | {text} |\n".replace("\\", "\\\\") for code, text in rows]
-    return HEAD + "".join(line.replace("<", "\\<") for line in lines)
+    known = explained()
+    lines = []
+    for code, text in sorted({(code, text) for _, code, text in raised()}):
+        line = f"`{code}`"
+        if code in known:
+            line = f"[`{code}`](#{code.replace('.', '')})"
+        line = f"| {line} | {text} |\n".replace("\\", "\\\\")
+        lines.append(line.replace("<", "\\<"))
+    return HEAD + EXPLAINED.read_text() + TABLE + "".join(lines)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import ranks
 from ranks import Patch, draw_nothing
 
 from ddpkit.errors import LineError
+from ddpkit.ranks.protocol import KILL
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE_FOLDER = "{{cookiecutter.project_slug}}"
@@ -352,7 +353,7 @@ def left(seconds: float = 10) -> list[int]:
     while there and time.monotonic() < deadline:
         time.sleep(0.05)
         there = children(LIVE)
-    kill(there, signal.SIGKILL)
+    kill(there, KILL)
     return list(there)
 
 

@@ -51,8 +51,9 @@ OWNED += ["dataset", "model", "losses", "predict"]
 
 # a fork of a process with OpenMP's threads would wait for them
 torch.set_num_threads(1)
-# PR_SET_CHILD_SUBREAPER: orphans are this process's
-ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+if sys.platform == "linux":
+    # PR_SET_CHILD_SUBREAPER: orphans are this process's
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 
 
 def fork(

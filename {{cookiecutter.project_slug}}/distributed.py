@@ -44,6 +44,21 @@ def reduce_tensor(tensor: Tensor) -> Tensor:
     return result
 
 
+def sum_device(device: torch.device) -> torch.device:
+    """Return where sums and metrics are kept: Apple's GPUs have no float64, and count slowly."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def memory_layout(device: torch.device) -> torch.memory_format:
+    """Return how images and weights lie in memory: channels last, which is faster.
+
+    On Apple's GPUs torch up to 2.13 computes wrong gradients of BatchNorm with it.
+    """
+    if device.type == "mps":
+        return torch.contiguous_format
+    return torch.channels_last
+
+
 def print0(line: str) -> None:
     """Print `line` once, not on every rank."""
     if dist.get_rank() == 0:

@@ -12,7 +12,6 @@ Evaluate the best checkpoint:  ./launch.sh --data DIR --eval-only
 
 import contextlib
 import functools
-import json
 import math
 from argparse import Namespace
 from collections.abc import Sequence
@@ -33,7 +32,14 @@ from torchmetrics import MetricCollection
 import distributed
 import recipe
 from dataset import build_datasets, draw_example, transform_batch
-from model import BEST, build_criterion, build_metrics, build_model, infer
+from model import (
+    BEST,
+    build_criterion,
+    build_metrics,
+    build_model,
+    check_flags,
+    infer,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,12 +49,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Either sets folder.state: best.pt, or the checkpoint to continue from, if there is one.
     if args.eval_only:
         best = folder.best()
-        # Flags that are not given are those of its training, but for these two.
-        own = {"output_dir": args.output_dir, "amp": args.amp}
+        # Flags that are not given are those of its training, but for these.
+        own = {"output_dir": args.output_dir, "amp": args.amp, "json": args.json}
         args = parse_args(argv, {**best["args"], **own})
     else:
         folder.find_checkpoint()
+        ddpkit.Run.check_tracker(args.tracker)
     args.amp = recipe.choose_amp(args, device)
+    # What does not exist is refused before data are read.
+    pretrained = None if folder.state else args.weights
+    check_flags(args, pretrained)
 
     # The data. Each sample has random numbers of its own, whichever rank and worker reads
     # it. For validation each image is on one rank, once: nothing is padded or repeated.
@@ -58,33 +68,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
     # The network, with the weights of the checkpoint, or else those of --weights.
-    pretrained = None if folder.state else args.weights
     model = build_model(args, classes, val_loader.dataset.channels, pretrained)
     folder.load(model, classes, vars(args))
-    model = model.to(device).to(memory_format=torch.channels_last)
+    model = model.to(device).to(memory_format=distributed.memory_layout(device))
     if args.sync_bn:
-        if device.type == "cpu":
+        if device.type in ("cpu", "mps"):
             raise ddpkit.UserError(
-                "--sync-bn: torch has it on GPUs only; omit the flag"
+                "--sync-bn: torch has it on GPUs only, not Apple's; omit the flag"
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # criterion(outputs, targets) is the sum of the losses of a batch's labels, and
     # criterion.count(targets) their number.
     loss_module = build_criterion(args, train_set, classes)
     criterion = ddpkit.Criterion(loss_module, classes).to(device)
-    metrics = build_metrics(args, classes).to(device)
+    metrics = build_metrics(args, classes).to(distributed.sum_device(device))
     predict = functools.partial(infer, args=args)  # for drawings
 
     if args.eval_only:
         results, confusion, worst = evaluate(
             model, val_loader, criterion, metrics, args
         )
+        # to eval/ in the folder; prints a table, or with --json a line for programs
         folder.write(
-            confusion, worst, model, val_loader, classes, predict, draw_example
+            results,
+            confusion,
+            worst,
+            model,
+            val_loader,
+            classes,
+            predict,
+            draw_example,
+            as_json=args.json,
         )
-        # JSON has no NaN, which a metric of no samples is.
-        finite = {name: x if math.isfinite(x) else None for name, x in results.items()}
-        distributed.print0(json.dumps(finite))  # on rank 0
         return
 
     # Another order in each epoch, from which a run also resumes within an epoch; the last
@@ -247,14 +262,15 @@ def evaluate(
     torch.backends.cudnn.benchmark = False  # takes seconds for each image size
     model.eval()
     metrics.reset()
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    place = distributed.sum_device(device)
+    totals = torch.zeros(2, dtype=torch.float64, device=place)
     worst = ddpkit.TopLosses(device)
     for images, targets, *_, indices in ddpkit.eval_batches(loader, device):
         with recipe.autocast(args.amp, device):
             logits = infer(model, images, args)
-        totals[0] += criterion(logits, targets)
-        totals[1] += criterion.count(targets)
-        metrics.update(logits, targets)
+        totals[0] += criterion(logits, targets).to(place)
+        totals[1] += criterion.count(targets).to(place)
+        metrics.update(logits.to(place), targets.to(place))
         worst.update(logits, targets, indices)
     loss_sum, count = distributed.reduce_tensor(totals).tolist()
     # Exact over all ranks; after a signal all of them stop here.

@@ -49,12 +49,6 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     """
     is_sgd = args.optimizer == "sgd"
     lr = args.lr
-    if lr is None:
-        lr = 0.1 if is_sgd else 0.001
-    weight_decay = args.weight_decay
-    if weight_decay is None:
-        weight_decay = 0.0001 if is_sgd else 0.05
-
     parts = [list(model.parameters())]
     if args.layer_decay != 1:
         parts = layers(model)
@@ -72,7 +66,7 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
             (matrices if is_matrix else others).append(param)
         if matrices:
             groups.append(
-                {"params": matrices, "lr": rate, "weight_decay": weight_decay}
+                {"params": matrices, "lr": rate, "weight_decay": args.weight_decay}
             )
         if others:
             groups.append({"params": others, "lr": rate, "weight_decay": 0.0})

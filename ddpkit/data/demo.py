@@ -52,7 +52,7 @@ def demo_masks(folder: Path | None = None, train: int = 400, val: int = 120) -> 
 
     def save_cracks(part: Path, number: int, rng: random.Random) -> None:
         if not number:
-            (part.parent / "classes.txt").write_text("background\ncrack\n")
+            (part.parent / "classes.txt").write_text("background\ncrack\n", "utf-8")
         image, mask = draw_cracks(rng)
         for kind in "images", "masks":
             (part / kind).mkdir(exist_ok=True)

@@ -147,4 +147,4 @@ def write_format(folder: Path, format: Format) -> None:
         path.unlink(missing_ok=True)
         return
     with files.writing(path) as tmp_path:
-        tmp_path.write_text(json.dumps(format.keys()) + "\n")
+        tmp_path.write_text(json.dumps(format.keys()) + "\n", "utf-8")

@@ -13,7 +13,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from ddpkit.data import samples
 from ddpkit.data.samples import Key, MapDataset, Seeded, fingerprint
 from ddpkit.errors import UserError
-from ddpkit.ranks import distributed, process
+from ddpkit.ranks import devices, distributed, process
 from ddpkit.ranks.cpus import cpu_share
 from ddpkit.ranks.workers import find_fault, running, worker_context
 
@@ -212,8 +212,7 @@ def _loader(
             f"{taken[0]}=: ddpkit.train_loader and val_loader have samplers of their own; see "
             "sample_weights=, or give DataLoader(...) the data set and your sampler"
         )
-    device = torch.accelerator.current_accelerator(check_available=True)
-    how |= workers(count, device or torch.device("cpu"))
+    how |= workers(count, devices.kind())
     if classes is not None:
         how["collate_fn"] = Collate()
     return Loader(Seeded(dataset, classes, seed), **(how | options))
@@ -222,7 +221,7 @@ def _loader(
 def workers(count: int | None, device: torch.device) -> dict[str, Any]:
     """Return the arguments of a DataLoader that start `count` workers, which end with their rank.
 
-    On a GPU batches are copied from pinned memory.
+    On a GPU, but Apple's, batches are copied from pinned memory.
     """
     if count is None:
         count = default_workers()
@@ -239,7 +238,7 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
         "multiprocessing_context": worker_context(count),
         "worker_init_fn": process.start_worker,
         "prefetch_factor": 2 if count else None,  # batches that each reads ahead
-        "pin_memory": device.type != "cpu",
+        "pin_memory": devices.copies_async(device),
         "timeout": seconds,
     }
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from ddpkit.data import samples
 from ddpkit.data.format import DEFAULT_FORMAT, NAME, Format
 from ddpkit.errors import UserError
+from ddpkit.ranks import devices
 
 
 def unpack(batch: Any) -> tuple:
@@ -50,8 +51,9 @@ def format_of(loader: Any) -> Format:
 
 def move(batch: Any, device: torch.device, format: Format) -> tuple:
     """Return a batch, which has travelled as uint8, on `device`, as `eval_batches` describes it."""
+    is_async = devices.copies_async(device)
     moved = [
-        part.to(device, non_blocking=True) if isinstance(part, Tensor) else part
+        part.to(device, non_blocking=is_async) if isinstance(part, Tensor) else part
         for part in unpack(batch)
     ]
     moved[0] = normalize_images(moved[0], format)
@@ -63,6 +65,8 @@ def move(batch: Any, device: torch.device, format: Format) -> tuple:
 
 def normalize_images(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
     """Return uint8 `images` (N, C, H, W) normalised, as float32; floats as they are."""
+    if images.device.type == devices.APPLE:
+        images = images.contiguous(memory_format=devices.memory_layout(images.device))
     if images.dtype != torch.uint8:
         return images.float()
     mean, std = channel_statistics(format.statistics, images.device)

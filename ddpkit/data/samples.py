@@ -408,13 +408,19 @@ def listed(dataset: Any) -> Sequence:
 def name(dataset: MapDataset, index: int) -> str:
     """Name a sample, by its index or a draw, with its file if a list `samples` begins with it."""
     index %= len(dataset)
+    path = file_of(dataset, index)
+    return f"sample {index}, {path}" if path else f"sample {index}"
+
+
+def file_of(dataset: MapDataset, index: int) -> str:
+    """Return the path with which a list `samples` begins at `index`; "" if there is none."""
     for each, at in places(dataset, index):
         samples = listed(each)
         sample = samples[at] if len(samples) == size(each) else None
         path = sample[0] if isinstance(sample, tuple | list) else None
         if isinstance(path, str | Path):
-            return f"sample {index}, {path}"
-    return f"sample {index}"
+            return str(path)
+    return ""
 
 
 def tell_epoch(dataset: Any, epoch: int) -> None:

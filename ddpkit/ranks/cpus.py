@@ -17,7 +17,7 @@ def cpus() -> int:
     count = float(len(usable(0)) if usable else os.cpu_count() or 1)
     # fails without cgroups v2, and without a limit, which is "max"
     with contextlib.suppress(OSError, ValueError):
-        quota, period = QUOTA.read_text().split()
+        quota, period = QUOTA.read_text("utf-8").split()
         count = min(count, int(quota) / int(period))
     return max(1, math.ceil(count))
 

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.errors import UserError
-from ddpkit.ranks import environment, meeting
+from ddpkit.ranks import alone, environment, meeting
 from ddpkit.ranks.meeting import Note
 
 NETWORK = "GLOO_SOCKET_IFNAME"  # which interface gloo uses
 SIOCGIFADDR = 0x8915  # in Linux' <linux/sockios.h>
 CPU = torch.device("cpu")
+# A kind of GPU without collectives, float64 and pinned memory: for one process
+APPLE = "mps"
 # Attributes that tell a GPU from others, as far as torch has them
 NAMES = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
 ON_CPU = f"use the CPU ({environment.GPUS}=-1)"
@@ -28,10 +30,30 @@ def kind() -> torch.device:
     """Return the kind of GPU that torch can use here; the CPU for CUDA_VISIBLE_DEVICES= or -1."""
     if environment.visible_gpus() == [] or not torch.accelerator.is_available():
         return CPU
-    found = torch.accelerator.current_accelerator()
-    if not found or found.type == "mps":  # Apple's have no collectives
-        return CPU
-    return found
+    return torch.accelerator.current_accelerator() or CPU
+
+
+def for_sums(device: torch.device) -> torch.device:
+    """Return where sums are kept in float64: on `device`, or the CPU if that is Apple's GPU."""
+    return CPU if device.type == APPLE else device
+
+
+def copies_async(device: torch.device) -> bool:
+    """Return whether copies to it, from pinned memory, go on while this process does other work.
+
+    To Apple's GPU they could read memory that has been freed.
+    """
+    return device.type not in ("cpu", APPLE)
+
+
+def memory_layout(device: torch.device) -> torch.memory_format:
+    """Return how images and weights lie in memory: channels last, which is faster.
+
+    On Apple's GPU torch up to 2.13 computes wrong gradients of BatchNorm with it.
+    """
+    if device.type == APPLE:
+        return torch.contiguous_format
+    return torch.channels_last
 
 
 def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
@@ -46,6 +68,12 @@ def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             device = kind()
+    size = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+    if device.type == APPLE and size != "1":
+        meeting.say_on_node(
+            f"Apple's GPU is for one process: {size} compute on the CPU"
+        )
+        device = CPU
     note = {
         "device": device.type,
         "gpu": "",
@@ -87,7 +115,10 @@ def _name(device: torch.device) -> str:
     """Return what tells a GPU of this host from others; "" if torch does not say."""
     if device.index is None:
         return ""
-    found = torch.get_device_module(device).get_device_properties(device)
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    if not properties:
+        return ""
+    found = properties(device)
     name = " ".join(str(getattr(found, key, "")) for key in NAMES).strip()
     return f"{name} {device.index}" if name else ""
 
@@ -127,9 +158,16 @@ def check(
 def backend(device: torch.device) -> str:
     """Return what carries collectives: "gloo", or with GPUs such as "cpu:gloo,cuda:nccl".
 
+    On Apple's GPU, where torch has none, "alone", of one process.
+
     Objects, such as a checkpoint, then travel between the CPUs and take no GPU memory.
     """
+    if device.type == APPLE:
+        alone.register(device.type)
+        return alone.NAME
     name = dist.get_default_backend_for_device(device)
+    if not dist.is_backend_available(name):  # torch has no nccl on Windows
+        name = "gloo"
     if name == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
         meeting.say_on_node(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo: using INFO"

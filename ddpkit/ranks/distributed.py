@@ -88,6 +88,10 @@ def rendezvous(
         if has_others:
             devices.choose_network(notes)
     else:
+        if (
+            Group.has_met_itself and dist.is_initialized()
+        ):  # a notebook calls this again
+            dist.destroy_process_group()
         Group.store = dist.HashStore()
         number = 0
         size = 1

@@ -1,12 +1,15 @@
 """What launchers say through environment variables: torchrun's names, and SLURM's put into them."""
 
 import contextlib
+import importlib.util
 import itertools
 import os
+import platform
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +69,7 @@ def process_space() -> str:
     """Return what is the same here and there if a process id is; "" without /proc."""
     # Not the host's name: its containers may have that, too.
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     return ""
 
@@ -244,12 +247,23 @@ def count_gpus() -> int:
     names = visible_gpus()
     if names is not None:
         return len(names)
+    if (sys.platform, platform.machine()) == ("darwin", "arm64"):
+        return 1  # Apple's
     count = list_gpus()
-    if count or not any(file.exists() for file in GPU_FILES):
+    is_likely = any(file.exists() for file in GPU_FILES) or _is_torch_for_intel()
+    if count or not is_likely:
         return count
     import torch
 
     return torch.accelerator.device_count()
+
+
+def _is_torch_for_intel() -> bool:
+    """Return whether torch, which is not imported, is built for Intel's GPUs."""
+    found = importlib.util.find_spec("torch")
+    if not found or not found.origin:
+        return False
+    return any(Path(found.origin).with_name("lib").glob("*c10_xpu*"))
 
 
 def note_mistake() -> None:
@@ -265,7 +279,7 @@ def note_checkpoint(folder: Path) -> None:
 def check_new(folder: Path) -> None:
     """Raise a UserError if an earlier start of this batch job had a checkpoint in `folder`."""
     with contextlib.suppress(OSError, KeyError):
-        before = Path(os.environ[protocol.JOB], _saved(folder)).read_text()
+        before = Path(os.environ[protocol.JOB], _saved(folder)).read_text("utf-8")
         raise UserError(
             f"--output-dir {folder}: this job has saved there on {before}, but there is no "
             f"checkpoint on {node()}: use a folder that all nodes share, or submit a new job to "
@@ -282,4 +296,4 @@ def _note(name: str) -> None:
     folder = os.environ.get(protocol.JOB)
     if folder:
         with contextlib.suppress(OSError):
-            Path(folder, name).write_text(node())
+            Path(folder, name).write_text(node(), "utf-8")

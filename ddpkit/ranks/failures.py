@@ -177,6 +177,8 @@ def keep_store() -> None:
         store = store.underlying_store
     if not isinstance(store, dist.FileStore) or distributed.local_rank() != 0:
         return
+    if sys.platform == "win32":  # which removes no file that is open
+        return
     path = Path(store.path)  # type: ignore[attr-defined]
     if not _store_file:
         _store_file = path.open("rb")  # it can be read when it has been removed

@@ -24,6 +24,7 @@ from ddpkit.errors import UserError, print_line, shorten
 from ddpkit.ranks import environment, protocol
 
 LOOPBACK = "127.0.0.1"
+LIBUV = sys.platform != "win32"  # torch is built without it there
 Note = dict[str, Any]  # what a rank tells the others, as JSON
 
 
@@ -72,7 +73,9 @@ def _torchruns_file() -> str:
     if os.environ.get("GROUP_WORLD_SIZE") != "1" or len(folders) < 4:
         return ""
     is_temporary = folders[2].is_relative_to(tempfile.gettempdir())
-    if is_temporary and folders[2].stat().st_mode & 0o077 == 0:
+    # that of Windows is each user's own
+    is_closed = sys.platform == "win32" or folders[2].stat().st_mode & 0o077 == 0
+    if is_temporary and is_closed:
         return str(folders[1] / "store")
     return ""
 
@@ -91,7 +94,14 @@ def _hold(port: int, is_local: bool, timeout: timedelta) -> dist.Store:
         ) from None
     fd = server.detach()
     return dist.TCPStore(
-        LOOPBACK, port, 1, True, timeout, multi_tenant=True, master_listen_fd=fd
+        LOOPBACK,
+        port,
+        1,
+        True,
+        timeout,
+        multi_tenant=True,
+        master_listen_fd=fd,
+        use_libuv=LIBUV,
     )
 
 
@@ -104,7 +114,13 @@ def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:
             # To a port that is closed torch would print a stack in C++.
             socket.create_connection((host, port), 5).close()
             return dist.TCPStore(
-                host, port, None, False, timeout, wait_for_workers=False
+                host,
+                port,
+                None,
+                False,
+                timeout,
+                wait_for_workers=False,
+                use_libuv=LIBUV,
             )
         except (OSError, dist.DistError) as error:
             line = f"nobody answers at MASTER_ADDR={host}, MASTER_PORT={port}"

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -196,12 +197,14 @@ def install_handlers() -> None:
         sys.exit(protocol.MISTAKE)
     be_quiet()
     if not sys.stderr:  # it is closed
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.enable(sys.__stderr__ or sys.stderr)
     end_workers_at_exit()
     atexit.register(ignore_signals)
     if by_torchrun():
-        _follow_parent(signal.SIGTERM, int(os.environ.get(LAUNCHER, os.getppid())))
+        launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+        if not _follow_parent(signal.SIGTERM, launcher) and sys.platform != "linux":
+            _look_after(launcher)
     if by_plain_torchrun() and os.environ["RANK"] == "0" and "--help" not in sys.argv:
         print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)
     if is_debugged():
@@ -236,9 +239,17 @@ def is_debugged() -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether this machine has such a process; always True on Windows."""
-    if sys.platform == "win32":
-        return True
+    """Return whether this machine has such a process."""
+    if sys.platform == "win32":  # where os.kill would end it
+        import _winapi
+
+        try:
+            handle = _winapi.OpenProcess(_winapi.SYNCHRONIZE, False, pid)
+        except OSError as error:
+            return isinstance(error, PermissionError)
+        is_over = _winapi.WaitForSingleObject(handle, 0) == _winapi.WAIT_OBJECT_0
+        _winapi.CloseHandle(handle)
+        return not is_over
     try:
         os.kill(pid, 0)
     except OSError as error:
@@ -249,7 +260,13 @@ def is_running(pid: int) -> bool:
 def state(pid: int) -> str:
     """Return the letter of a process's state, such as "T" if SIGSTOP holds it; on Linux only."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_bytes()
+            .rsplit(b")", 1)[1]
+            .split()[0]
+            .decode()
+        )
     return ""
 
 
@@ -290,6 +307,18 @@ def note_start() -> None:
         with contextlib.suppress(OSError):
             watch.silent.touch()
         atexit.register(_note_traceback)
+        if sys.platform == "win32":
+            watch.add_duty(_take_request)
+
+
+def _take_request(_: list[int]) -> None:
+    """Raise the signal that launch.py has written, if it has."""
+    request = Path(f"{watch.silent}{protocol.REQUEST}")
+    # ValueError: it is at it
+    with contextlib.suppress(OSError, ValueError):
+        signum = int(request.read_bytes())
+        request.unlink()
+        signal.raise_signal(signum)
 
 
 def _note_traceback() -> None:
@@ -378,6 +407,17 @@ def _follow_parent(signum: int, parent: int) -> bool:
     return os.getppid() == parent
 
 
+def _look_after(launcher: int) -> None:
+    """Have this rank get SIGTERM once its launcher has ended: the kernel does not see to it."""
+
+    def follow_launcher(_: list[int]) -> None:
+        if not is_running(launcher):
+            watch.duties.remove(follow_launcher)
+            signal.raise_signal(signal.SIGTERM)
+
+    watch.add_duty(follow_launcher)
+
+
 def start_worker(number: int) -> None:
     """Set up a loader worker, as its `worker_init_fn`: it ends with its rank, however that ends."""
     parent = multiprocessing.parent_process()
@@ -415,6 +455,8 @@ def _follow_debugger() -> None:
     """End all ranks with this one's debugger (VS Code's Stop means one process) or on Ctrl-C."""
     os.environ[DEBUGGED_LAUNCHER] = str(os.getppid()) if by_torchrun() else ""
     sys.breakpointhook = stop_in_debugger
+    # What completion in the debug console has torch say
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is", FutureWarning)
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     signal.signal(signal.SIGINT, hand_over)
     rank = os.getpid()

@@ -28,9 +28,12 @@ MISTAKE = 2  # the user's; another start would end in the same way
 STOPPED = 75  # stopped by a signal and saved; EX_TEMPFAIL ("try again") of sysexits.h
 
 # Signals
-STOP_NAMES = {"SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"}  # Windows lacks the last two
+# Windows lacks SIGUSR1 and SIGHUP, and has SIGBREAK: Ctrl-Break, or the window is closed.
+STOP_NAMES = {"SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK"}
 STOP_SIGNALS = {signum for signum in signal.Signals if signum.name in STOP_NAMES}
-KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
+KILL = getattr(signal, "SIGKILL", 9)  # Windows has no SIGKILL: any number kills there
+# the exit statuses of what a signal has ended on Windows: raised, or from the console
+OF_SIGNALS = (3, 0xC000013A)
 
 # After these, another start would be pointless.
 FINAL = {0, MISTAKE, STOPPED, 128 + getattr(signal, "SIGQUIT", 3)}  # SIGQUIT: Ctrl-\\
@@ -73,6 +76,7 @@ LAUNCHER = "DDP_LAUNCHER"  # the process id of launch.sh, which becomes ddpkit/l
 STORE = "DDP_STORE"  # the file of the store, if all ranks are on one node
 # a file that a rank removes when it ends for a reason that is printed
 SILENT = "DDP_SILENT"
+REQUEST = "-signal"  # on Windows beside that file: the number of a signal for the rank
 # a folder that slurm/train.sbatch keeps: where it has saved, what is a mistake
 JOB = "DDP_JOB"
 # with F5: the process id of torchrun, or nothing

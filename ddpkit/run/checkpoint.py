@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ddpkit import files
 from ddpkit.data.format import Format
-from ddpkit.errors import DiskError, LineError, UserError, shorten
+from ddpkit.errors import DiskError, LineError, UserError, clip, shorten
+from ddpkit.ranks import devices
 from ddpkit.ranks.replicas import uncompiled
 from ddpkit.run import states
 from ddpkit.run.states import MISFITS, PLAIN, State
@@ -195,7 +196,14 @@ def check_classes(
         then = f"{len(known)} classes ({shorten(known)})"
         now = f"{len(classes)} classes ({shorten(classes)})"
         line = f"{path} has {then}, the data has {now}: others, or in another order"
-        raise UserError(f"{line}; {OTHER_RUN}")
+        raise UserError(f"{line}; name the data of that run, or {keep_weights(path)}")
+
+
+def keep_weights(path: Path | str) -> str:
+    """Return the flags that begin another run with the weights of the checkpoint at `path`."""
+    best = Path(path).with_name("best.pt")
+    found = best if best.is_file() else path
+    return f"keep only its weights: --weights {found} --output-dir ANOTHER"
 
 
 def check_format(state: State, format: Format) -> None:
@@ -221,25 +229,36 @@ def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
     found = []
     for name, value in to_plain(dict(now)).items():
         is_asked = name in ("resume", "eval_only")  # of this start
-        if name in then and then[name] != value and not is_asked:
-            found.append(f"--{name.replace('_', '-')} {value} (was {then[name]})")
+        if name not in then or is_asked or is_alike(then[name], value):
+            continue
+        before = "not given" if then[name] is None else then[name]
+        found.append(f"--{name.replace('_', '-')} {value} (was {before})")
     return ", ".join(found)
 
 
-def load_weights(model: nn.Module, state: State, more: str = "") -> None:
-    """Copy the checkpoint's weights into `model`, or raise a UserError, which ends with `more`."""
+def is_alike(then: object, now: object) -> bool:
+    """Return whether a flag is as it was; of texts also if they are paths of the same place."""
+    if isinstance(then, str) and isinstance(now, str):
+        return os.path.realpath(then) == os.path.realpath(now)
+    return then == now
+
+
+def load_weights(model: nn.Module, state: State, remedy: str = "") -> None:
+    """Copy the checkpoint's weights into `model`, or raise a UserError with the `remedy`."""
     try:
         states.load_module(model, state["model"])
     except MISFITS as error:
-        lines = str(error).split("\n")  # after a heading of torch's
-        reason = " ".join((lines[1:] or lines)[0].split())[:200]
+        heading, _, rest = str(error).partition("\n")  # of torch's
+        reason = clip(rest.partition("\n")[0] or heading, 200)
         if {f"net.{name}" for name in model.state_dict()} == state["model"].keys():
-            more = (
-                "; wrap the network in version 1's class Logits (docs/migration.md), or keep only "
-                f"its weights: --weights {state['path']} --output-dir ANOTHER"
+            remedy = (
+                "wrap the network in version 1's class Logits (docs/migration.md), or "
+                f"{keep_weights(state['path'])}"
             )
-        line = f"{state['path']} does not fit what model.py builds ({reason}){more}"
-        raise UserError(line) from None
+        line = f"{state['path']} does not fit what model.py builds"
+        if remedy:
+            line += f": {remedy}"
+        raise UserError(f"{line} ({reason})") from None
 
 
 def open_model(
@@ -265,7 +284,8 @@ def open_model(
     model = build_model(args, state["classes"], state["channels"])
     load_weights(model, state)
     model = uncompiled(model)  # a compiled one would compile for each size
-    model = model.eval().to(device).to(memory_format=torch.channels_last)
+    model = model.eval().to(device)
+    model = model.to(memory_format=devices.memory_layout(device))
     return model, Classes(state["classes"], state.get("colors")), args, format
 
 

@@ -156,8 +156,9 @@ class Criterion(nn.Module):
 
     def _try(self, batch: Sequence[Any]) -> float:
         """Return the loss as a number; torch's random numbers remain as they are."""
-        devices = [batch[1].device] if getattr(batch[1], "is_cuda", False) else []
-        with torch.random.fork_rng(devices):
+        device = getattr(batch[1], "device", torch.device("cpu"))
+        own = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(own, device_type=device.type):
             return float(self._call(batch))
 
     def _say_unequal(self, whole: float, batch: Sequence[Any]) -> None:

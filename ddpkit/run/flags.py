@@ -11,9 +11,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ddpkit.errors import UserError
+from ddpkit.errors import UserError, suggest
 
 NOBODY: tuple[list[int], int] = ([], 5678)  # waits for a debugger; the port of rank 0
+
+# What other programs call a flag, and what ours is called
+SYNONYMS = {
+    "--encoder": "--backbone",
+    "--arch": "--model --net --network --backbone",
+    "--lr": "--learning-rate --rate",
+    "--batch-size": "--batch --bs",
+    "--image-size": "--imgsz --size --resolution",
+    "--output-dir": "--out --name --project --save-dir",
+    "--weights": "--pretrained",
+    "--weight-decay": "--wd",
+    "--resume": "--checkpoint --ckpt",
+    "--eval-only": "--eval --evaluate --test --val --validate",
+    "--amp": "--fp16 --bf16 --half --precision",
+}
+# flags that one kind of project has
+OF_TASKS = {
+    "classification": "--drop-path --grad-checkpointing",
+    "segmentation": "--cutmix --encoder --loss --tile",
+}
+OF_LAUNCHERS = "--gpu --gpus --num-gpus --device --devices --nproc --nproc-per-node"
 
 
 class LaunchFlags(NamedTuple):
@@ -92,7 +113,9 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if action.dest in defaults:
                 action.required = False
-        args = self.parse_args(argv)
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            self.error(self._explain_unknown(unknown))
         global _launch
         taken = {name: vars(args).pop(name) for name in LaunchFlags._fields}
         _launch = LaunchFlags(**taken)
@@ -146,6 +169,27 @@ class Parser(argparse.ArgumentParser):
         raise ArgumentTypeError(
             f"{text}: expected N/K, the N-th of K parts, such as 2/5"
         )
+
+    def _explain_unknown(self, words: Sequence[str]) -> str:
+        """Return what may have been meant by `words`, which no flag takes."""
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        hints = [flag + self._hint(flag) for flag in flags]
+        return "; ".join(hints) or f"unrecognized arguments: {' '.join(words)}"
+
+    def _hint(self, flag: str) -> str:
+        known = self._option_string_actions
+        if flag in OF_LAUNCHERS.split():
+            return (
+                ": no such flag; ./launch.sh takes all GPUs, CUDA_VISIBLE_DEVICES=0,1 "
+                "./launch.sh some of them, NPROC=2 ./launch.sh so many processes"
+            )
+        for task, names in OF_TASKS.items():
+            if flag in names.split():
+                return f": a flag of {task} projects"
+        for name, others in SYNONYMS.items():
+            if name in known and flag in others.split():
+                return f": no such flag; did you mean {name}?"
+        return f": no such flag{suggest(flag, known)}"
 
     # argparse calls it for what is in a FILE, too
     def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:

@@ -113,11 +113,15 @@ class RunFolder:
         state = self.state
         if state:
             checkpoint.check_classes(state["path"], state["classes"], classes)
-            changed = checkpoint.changes(state["args"], flags) or "no flag"
-            checkpoint.load_weights(model, state, f"; changed: {changed}; {OTHER_RUN}")
+            changed = (
+                checkpoint.changes(state["args"], flags) or "what you changed in it"
+            )
+            keep = checkpoint.keep_weights(state["path"])
+            checkpoint.load_weights(model, state, f"undo {changed}, or {keep}")
 
     def write(
         self,
+        results: Mapping[str, float],
         confusion: Tensor | None,
         worst: "Worsts",
         model: nn.Module,
@@ -125,9 +129,11 @@ class RunFolder:
         classes: Sequence[str],
         predict: Callable[[nn.Module, Tensor], Any],
         draw: Callable[..., None],
+        as_json: bool = False,
     ) -> None:
-        """Write what an evaluation has found to eval/ in the folder, on rank 0, and say so.
+        """Write what an evaluation has found to eval/ in the folder, and print it, on rank 0.
 
+        results: by name, printed below a table of the classes; or, as_json, alone and in one line.
         confusion: of `compute_metrics`. worst: what TopLosses.compute() returns. loader: of the
         validation images. classes, predict, draw: as Run takes them.
         """
@@ -138,6 +144,7 @@ class RunFolder:
         checkpoint.check_format(self.state or {}, normalizing.format_of(loader))
         shown = Mistakes(confusion, worst, model, loader, classes, predict, draw)
         reporting.write_evaluation(shown, self.path / "eval")
+        reporting.print_evaluation(shown, results, as_json)
 
     def _lock(self) -> None:
         if self.is_path and not Path(self.resume).is_file():
@@ -263,7 +270,7 @@ class RunFolder:
             files.retried(last, checkpoint.write_file, tmp_path, state)
             if not is_repeated:
                 with contextlib.suppress(FileNotFoundError):  # it is the first
-                    last.replace(older)
+                    files.move(last, older)
         with contextlib.suppress(OSError):  # not every file system supports it
             files.sync(self.path)
         environment.note_checkpoint(self.path)
@@ -288,5 +295,5 @@ def read_newest(paths: Sequence[Path], read: Read) -> State:
 
 def set_aside(reason: str, path: Path, name: str, more: str = "") -> None:
     """Rename a file, and say why; an earlier one of that name is replaced."""
-    path.replace(path.with_name(name))
+    files.move(path, path.with_name(name))
     distributed.print0(f"{reason}; renamed to {name}{more}")

@@ -1,12 +1,14 @@
 """What a run writes to its output folder: the names of its files."""
 
+import contextlib
 from pathlib import Path
 
 # The folders of TensorBoard's files, and these
 EPOCHS = "epochs"
 STEPS = "steps"
 EVENTS = "events.out.tfevents.*"
-IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of best.pt
+# of best.pt
+IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png", "worst.csv")
 SHOWN = ("curves.png", *IMAGES)
 SAVES = ("last.pt", "last-1.pt")  # newest first
 NAMES = "best.pt best-1.pt *.pt.corrupt metrics.csv tracker.json args.json curves.png"
@@ -24,4 +26,5 @@ OWN_FILES = [  # what `--resume never` removes
 def remove_images(folder: Path) -> None:
     """Remove the images of best.pt, before another file gets that name."""
     for name in IMAGES:
-        (folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(PermissionError):  # on Windows, of one that is open
+            (folder / name).unlink(missing_ok=True)

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,8 +23,8 @@ from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps, LateChanges, LoopVariables
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.mistakes import Mistakes, Worsts
-from ddpkit.run.pictures import Row
 from ddpkit.run.progress import Progress, progress_line
+from ddpkit.run.rows import Row, recorded_epochs
 from ddpkit.run.states import State
 
 # besides KEYS
@@ -152,7 +154,7 @@ class Run:
             trainable_then=state.get("trainable", 0),
             is_within_epoch=self.progress.seen > 0,
         )
-        recorded = distributed.from_rank_zero(reporting.recorded_epochs, folder.path)
+        recorded = distributed.from_rank_zero(recorded_epochs, folder.path)
         self.is_complete = min(self.epoch, recorded) >= epochs
         self.report = reporting.Reporter(
             folder.path,
@@ -170,6 +172,7 @@ class Run:
         )
         self._note_best()
         if isinstance(tracker, str):
+            self.check_tracker(tracker)
             tracker = reporting.find_tracker(tracker, folder.path, kept)
         self.report.catch_up(tracker)
         self.block = self._block()
@@ -183,6 +186,15 @@ class Run:
             steps = ddpkit.Run.steps_per_epoch(train_loader, args.accumulate)
         """
         return sources.steps_per_epoch(train_loader, accumulate)
+
+    @staticmethod
+    def check_tracker(name: str | None) -> None:
+        """Raise a UserError if there is no such tracker; to call before data are read."""
+        # as a module that a program has made, or as a package
+        if name and not sys.modules.get(name) and not importlib.util.find_spec(name):
+            raise UserError(
+                f"--tracker {name}: not installed; python -m pip install {name}"
+            )
 
     @property
     def epoch(self) -> int:
@@ -343,7 +355,13 @@ class Run:
                 "goes on from there; to stop early for good, use --patience"
             )
         else:
-            self.report.print_results(self.chosen.name, self.best)
+            example = samples.file_of(samples.dataset_of(self.val_loader), 0)
+            self.report.print_results(
+                self.chosen.name,
+                self.best,
+                self.best_epoch,
+                example or "IMAGE_OR_FOLDER",
+            )
 
     # The steps of an epoch.
 
@@ -358,6 +376,7 @@ class Run:
         self._keep_changes()
         self.variables.begin_epoch(self, self.epoch, self.parts)
         self.changes.before_steps()
+        self.report.print_parameters(self.trained)
         self.networks = networks
         for network in networks:
             replicas.prepare_network(network)

@@ -1,7 +1,10 @@
 """What the model gets wrong: the worst images, and the numbers of each class."""
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +16,20 @@ from torch.utils.data import IterableDataset
 
 from ddpkit import files
 from ddpkit.data import images, normalizing, samples
-from ddpkit.data.samples import Key, Seeded
+from ddpkit.data.samples import Key, MapDataset, Seeded
 from ddpkit.ranks import distributed, stopping
 from ddpkit.run import pictures
 from ddpkit.run.outputs import Outputs, to_logits
-from ddpkit.run.pictures import DrawExample
+from ddpkit.run.pictures import DrawExample, Example
+from ddpkit.run.rows import as_digits, clip, clip_middle, table_lines
 
 Worsts = Sequence[tuple[float, int]]  # (loss, index) of images, what TopLosses finds
 
 COUNT = 12  # images in worst.png
 EXAMPLES = 8  # in examples.png
+MEASURES = ("precision", "recall", "f1", "iou")
+MOST_LINES = 50  # classes in a printed table
+FEW_LINES = 20  # of more classes
 IGNORED = -100  # cross_entropy leaves this label out
 
 
@@ -110,11 +117,14 @@ class Mistakes:
     @torch.inference_mode()
     def draw_examples(
         self, path: Path, captions: Mapping[int, str] | None = None
-    ) -> None:
-        """Draw images by index, with their file and caption; by default some, without any."""
+    ) -> list[Example]:
+        """Draw images by index, with their file and caption, and return them; by default some.
+
+        They are none of a stream, or without `draw`.
+        """
         data = getattr(self.loader, "dataset", None)
         if not self.draw or data is None or isinstance(data, IterableDataset):
-            return
+            return []
         if not isinstance(data, Seeded):
             data = Seeded(data, self.classes, 0)
         if not captions:
@@ -123,19 +133,17 @@ class Mistakes:
             captions = {round(i * gap): "" for i in range(EXAMPLES)}
         format = normalizing.format_of(self.loader)
         device = next(self.model.parameters()).device
-        examples = []
-        for index, caption in captions.items():
+        names = short_names(data.dataset, captions)
+        examples: list[Example] = []
+        for name, (index, caption) in zip(names, captions.items(), strict=True):
             image, target = data[Key(0, index, is_val=True)][:2]
             batch = normalizing.normalize_images(image[None].to(device), format)
             logits = to_logits(self.predict(self.model, batch))[0].cpu()
-            above = []
-            if caption:
-                # of "sample 7, ROOT/FOLDER/FILE" the end tells enough
-                file = Path(samples.name(data.dataset, index).split(", ", 1)[-1])
-                above = [str(Path(*file.parts[-2:])), caption]
+            above = [line for line in (name, caption) if line]
             shown = images.visible(image)
             examples.append((shown, torch.as_tensor(target), logits, above))
         pictures.draw_images(path, examples, self.draw, self.classes)
+        return examples
 
     def write_files(self, folder: Path) -> None:
         """Write the files for which there is something to `folder`."""
@@ -145,16 +153,70 @@ class Mistakes:
                 pictures.draw_confusion(
                     folder / "confusion.png", self.confusion, self.classes
                 )
+        # another loader may not say which images they were
+        known = [(loss, index) for loss, index in self.worst if index >= 0]
         captions = {}
-        for loss, index in self.worst:
-            if index >= 0:  # another loader may not say which images they were
-                captions[index] = f"loss {loss:.3g}"
-        if captions:
-            self.draw_examples(folder / "worst.png", captions)
+        for number, (loss, index) in enumerate(known, 1):
+            captions[index] = f"{number}.  loss {loss:.3g}"
+        if known:
+            examples = self.draw_examples(folder / "worst.png", captions)
+            self._write_worst(folder / "worst.csv", known, examples)
+
+    def _write_worst(
+        self, path: Path, worst: Worsts, examples: Sequence[Example]
+    ) -> None:
+        """Write the files that worst.png shows, in its order, with label, prediction and loss."""
+        data = samples.dataset_of(self.loader)
+        with files.table(path, ["path", "label", "prediction", "loss"]) as write:
+            for (loss, index), (_, target, logits, _) in zip(
+                worst, examples, strict=False
+            ):
+                file = samples.file_of(data, index) or samples.name(data, index)
+                write([file, *self._said(target, logits), f"{loss:.4g}"])
+
+    def _said(self, target: Tensor, logits: Tensor) -> list[str]:
+        """Return label and prediction in words; of a mask the classes' shares of its pixels."""
+        if target.is_floating_point():  # several labels
+            parts = [(target > 0.5).nonzero(), (logits > 0).nonzero()]
+        else:
+            labels = target.long()
+            is_label = (labels >= 0) & (labels < len(logits))
+            parts = [labels[is_label], logits.argmax(0)[is_label]]
+        said = []
+        for part in parts:
+            numbers, counts = part.unique(return_counts=True)
+            words = [self.classes[number] for number in numbers.tolist()]
+            if target.ndim > 1:
+                shares = (100 * counts / counts.sum()).tolist()
+                words = [
+                    f"{word} {share:.3g}%"
+                    for word, share in zip(words, shares, strict=True)
+                ]
+            said.append("; ".join(words))
+        return said
 
 
-def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
-    """Write precision, recall, F1, IoU and number of labels of each class; 0 / 0 is nan."""
+def short_names(dataset: MapDataset, indices: Iterable[int]) -> list[str]:
+    """Return the files of samples, from the folder that all of them share, for a picture."""
+    found = [samples.file_of(dataset, index) for index in indices]
+    # the first and the last of the set may be in other folders
+    ends = [samples.file_of(dataset, index) for index in (0, len(dataset) - 1)]
+    paths = [os.path.abspath(path) for path in found + ends if path]
+    root = ""
+    with contextlib.suppress(ValueError):  # there are none, or they are on two drives
+        root = os.path.commonpath([os.path.dirname(path) for path in paths])
+    names = []
+    for path in found:
+        if path and root:
+            path = os.path.relpath(path, root)
+        names.append(clip_middle(path))
+    return names
+
+
+def per_class(
+    confusion: Tensor, classes: Sequence[str]
+) -> list[tuple[str, list[float], int]]:
+    """Return precision, recall, F1, IoU and number of labels of each class; 0 / 0 is nan."""
     counts = confusion.cpu().double()
     # of several labels per image: (classes, not there or there, not said or said)
     if counts.ndim == 3:
@@ -172,8 +234,51 @@ def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> No
         2 * right / both,
         right / (both - right),
     ]
-    columns = ["class", "precision", "recall", "f1", "iou", "support"]
+    rows = torch.stack(shares, dim=1).tolist()
+    supports = labels.long().tolist()
+    return list(zip(classes, rows, supports, strict=True))
+
+
+def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
+    """Write the numbers of `per_class` as a table."""
+    columns = ["class", *MEASURES, "support"]
     with files.table(path, columns) as write:
-        for i, (name, support) in enumerate(zip(classes, labels, strict=True)):
-            row = [f"{share[i]:.6f}" for share in shares]
-            write([name, *row, int(support)])
+        for name, row, support in per_class(confusion, classes):
+            write([name, *[f"{share:.6f}" for share in row], support])
+
+
+def per_class_lines(
+    confusion: Tensor, classes: Sequence[str], images: int | None
+) -> list[str]:
+    """Return the numbers of `per_class` as lines to print, and their means.
+
+    images: how many were evaluated. Of many classes they are those with the lowest F1.
+    """
+    found = per_class(confusion, classes)
+    total = sum(support for _, _, support in found)
+    # of several labels per image there is no matrix of two sides
+    is_of_images = confusion.ndim == 3 or images is None or total <= images
+    unit = "images" if is_of_images else "pixels"
+    shown = MEASURES[:3] if is_of_images else MEASURES
+
+    def to_cells(name: str, row: Sequence[float], support: int) -> list[str]:
+        digits = [as_digits(share) for share in row[: len(shown)]]
+        return [clip(name), f"{support:,}", *digits]
+
+    rows = found
+    if len(found) > MOST_LINES:
+        of_f1 = operator.itemgetter(2)
+        rows = sorted(
+            found, key=lambda each: (math.isnan(of_f1(each[1])), of_f1(each[1]))
+        )
+        rows = rows[:FEW_LINES]
+    means = torch.tensor([row for _, row, _ in found]).nanmean(0).tolist()
+    cells = [to_cells(*each) for each in rows]
+    cells.append(to_cells("mean, sum", means, total))
+    lines = table_lines(["class", unit, *shown], cells)
+    if len(rows) < len(found):
+        lines.append(
+            f"these are the {len(rows)} of {len(found)} classes with the lowest f1; "
+            "per_class.csv has all"
+        )
+    return lines

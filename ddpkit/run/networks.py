@@ -2,11 +2,12 @@
 
 import copy
 import traceback
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
-from ddpkit.errors import UserError, reason_of, shorten
+from ddpkit.errors import UserError, reason_of, shorten, suggest
 from ddpkit.ranks import distributed
 from ddpkit.run.outputs import Outputs, map_tensors
 
@@ -118,23 +119,37 @@ def explain_network(error: Exception) -> UserError | None:
         if frame.f_code.co_name in FACTORIES and module.startswith(OF_LIBRARIES):
             name = frame.f_locals[frame.f_code.co_varnames[0]]  # its first argument
             arch = f"timm/{name}" if module.startswith("timm.") else name
-            return UserError(refusal(arch, reason_of(error)[:300].rstrip(".")))
+            said = reason_of(error, 300).rstrip(".")
+            if "downsampling pattern" in said:  # of a ViT, whose maps have one size
+                said += ": use --arch dpt"
+            return UserError(f"--arch {arch}: {said}")
     return None
 
 
-def refusal(arch: str, said: str) -> str:
-    """Return a line on the network `arch`, of which a library has `said` what is wrong."""
-    line = f"--arch {arch}: {said}"
-    if "Unknown model" in said:
-        import difflib
+def check_names(arch: str, encoder: str) -> None:
+    """Raise a UserError if no library has the network `arch`, a decoder if it has an encoder."""
+    import torchvision
 
-        import timm
-        import torchvision
+    known = torchvision.models.list_models()
+    if not encoder:
+        return check_name("--arch", arch, known, "timm/")
+    import segmentation_models_pytorch as smp
 
-        known = torchvision.models.list_models()
-        known += [f"timm/{name}" for name in timm.list_models()]
-        near = ", ".join(difflib.get_close_matches(arch, known, 4, 0.3))
-        return f"{line}; there are {near}" if near else line
-    if "downsampling pattern" in said:  # of a ViT, whose maps have one size
-        return f"{line}: use --arch dpt"
-    return line
+    known += smp.MODEL_ARCHITECTURES_MAPPING
+    check_name("--arch", arch, known)
+    check_name("--encoder", encoder, smp.encoders.encoders, "tu-")
+
+
+def check_name(flag: str, name: str, known: Collection[str], of_timm: str = "") -> None:
+    """Raise a UserError unless `name` is known; of_timm: how names begin that timm has to know."""
+    import timm
+
+    names = list(known)
+    if of_timm:
+        bare = name.removeprefix(of_timm)
+        # hf-hub:... is one that timm asks its hub for
+        if bare != name and (timm.is_model(bare) or ":" in bare):
+            return
+        names += [f"{of_timm}{each}" for each in timm.list_models()]
+    if name.lower() not in names:
+        raise UserError(f"{flag} {name}: no network of that name{suggest(name, names)}")

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,29 +13,30 @@ from torch import Tensor
 
 from ddpkit import files
 from ddpkit.data.masks import VOID, Classes
+from ddpkit.run.rows import OF_TUNING, Row, clip, is_of_class, number_in
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Row = Mapping[str, float | str]
 DrawExample = Callable[["Axes", Tensor, Tensor, Tensor, Sequence[str]], None]
 # image uint8 (C, H, W), target, logits, lines above it
 Example = tuple[Tensor, Tensor, Tensor, Sequence[str]]
 
-NOT_DRAWN = {
-    "epoch",
-    "step",
-    "lr",
-    "img_per_s",
-    "train_seconds",
-    "data_wait",
-    "peak_memory",
-}
 # pixels; higher images are drawn smaller, small ones are enlarged up to this
 HIGHEST = 480
 MOST_PIXELS = 400_000  # of an image with its masks
 DPI = 150
+MOST_NUMBERS = 45  # classes of a confusion matrix with numbers in it
+PANEL = 320  # pixels of a small image's longer side
+OTHER = "other class"
+ERRORS = {  # Okabe and Ito's colours
+    "right": (0, 158, 115),
+    "missed": (213, 94, 0),
+    "false": (86, 180, 233),
+    OTHER: (240, 228, 66),
+}
 
 # For people with any kind of colour blindness, too (Machado et al. 2009, at severity
 # 1), the least distance in CIELAB is 40 between two of the first 8, 18 of all 24, and
@@ -84,6 +85,23 @@ def overlay(image: np.ndarray, mask: np.ndarray, classes: Sequence[str]) -> np.n
     return np.where(colors.any(-1, keepdims=True), np.asarray(tinted), image)
 
 
+def outline(
+    pixels: np.ndarray, mask: np.ndarray, classes: Sequence[str], width: int = 2
+) -> np.ndarray:
+    """Return the image (H, W, 3) with the edges of each class in its colour, but of black ones."""
+    is_edge = np.zeros(mask.shape, bool)
+    for step in range(1, width + 1):
+        down = mask[step:] != mask[:-step]
+        is_edge[step:] |= down
+        is_edge[:-step] |= down
+        right = mask[:, step:] != mask[:, :-step]
+        is_edge[:, step:] |= right
+        is_edge[:, :-step] |= right
+    colors = colors_of(classes, 256)[mask]
+    is_drawn = is_edge & colors.any(-1)
+    return np.where(is_drawn[..., None], colors, pixels)
+
+
 def draw_masks(
     axes: "Axes",
     image: Tensor,
@@ -91,10 +109,11 @@ def draw_masks(
     target: Tensor,
     classes: Sequence[str],
 ) -> None:
-    """Draw an image, and tinted by its predicted and its true mask, side by side on `axes`.
+    """Draw an image, with the outlines of its predicted and its true mask, and what is wrong.
 
-    image: uint8 (3, H, W). predicted, target: uint8 (H, W). Black edges without a label, at the
-    right and below, with which validation images are padded, are left out.
+    Side by side on `axes`, with the image's mean IoU. image: uint8 (3, H, W). predicted, target:
+    uint8 (H, W). Black edges without a label, at the right and below, with which validation images
+    are padded, are left out.
 
         ddpkit.draw_masks(axes, image, logits.argmax(0).byte(), target, classes)
     """
@@ -102,12 +121,70 @@ def draw_masks(
     truth = target.numpy()
     own = np.argwhere(pixels.any(-1) | (truth != VOID))
     bottom, right = own.max(0) + 1 if len(own) else truth.shape
-    pixels = pixels[:bottom, :right]
-    first = overlay(pixels, predicted.numpy()[:bottom, :right], classes)
-    second = overlay(pixels, truth[:bottom, :right], classes)
-    gap = np.full((bottom, max(2, right // 128), 3), 255, np.uint8)
-    axes.imshow(np.concatenate([pixels, gap, first, gap, second], axis=1))
-    axes.set_title("image | prediction | truth", fontsize=9)
+    parts = [each[:bottom, :right] for each in (pixels, predicted.numpy(), truth)]
+    axes.set_title(
+        f"mean IoU {mean_iou(parts[1], parts[2], len(classes)):.2f}", fontsize=9
+    )
+    # outlines are lines of the picture: small images are enlarged before, large ones reduced
+    longest = max(bottom, right)
+    times = max(1, PANEL // longest)
+    step = max(1, longest // (2 * PANEL))
+    for i, part in enumerate(parts):
+        parts[i] = part[::step, ::step].repeat(times, 0).repeat(times, 1)
+    pixels, guess, truth = parts
+    width = max(2, max(pixels.shape) // 150)
+    shown = [
+        pixels,
+        outline(pixels, guess, classes, width),
+        outline(pixels, truth, classes, width),
+        draw_errors(axes, pixels, guess, truth, classes),
+    ]
+    gap = np.full((len(pixels), max(4, width), 3), 255, np.uint8)
+    row = [panel for each in shown for panel in (gap, each)]
+    axes.imshow(np.concatenate(row[1:], axis=1))
+    axes.set_xlabel("image | prediction | truth | errors")
+
+
+def mean_iou(guess: np.ndarray, truth: np.ndarray, count: int) -> float:
+    """Return the mean over the classes that either mask has, of pixels with a label."""
+    is_label = (truth >= 0) & (truth < count)
+    pairs = truth[is_label].astype(np.int64) * 256 + guess[is_label]
+    matrix = np.bincount(pairs, minlength=1 << 16).reshape(256, 256)
+    both = matrix.sum(0) + matrix.sum(1) - matrix.diagonal()
+    present = both > 0
+    each = matrix.diagonal()[present] / both[present]
+    return float(each.mean()) if len(each) else math.nan
+
+
+def draw_errors(
+    axes: "Axes",
+    pixels: np.ndarray,
+    guess: np.ndarray,
+    truth: np.ndarray,
+    classes: Sequence[str],
+) -> np.ndarray:
+    """Return a pale image (H, W, 3) with ERRORS in their colours, which go to the legend of `axes`.
+
+    An object is what has a class with a colour; black ones are its ground.
+    """
+    is_object: np.ndarray = np.any(colors_of(classes, 256), axis=-1)
+    is_label = (truth >= 0) & (truth < len(classes))
+    was = np.logical_and(is_object[truth], is_label)
+    said = np.logical_and(is_object[guess], is_label)
+    places = [
+        was & said & (guess == truth),
+        was & ~said,
+        said & ~was,
+        was & said & (guess != truth),
+    ]
+    grey = np.asarray(Image.fromarray(pixels).convert("L"))[..., None]
+    drawn = np.repeat(160 + grey // 3, 3, axis=2)
+    for place, (name, color) in zip(places, ERRORS.items(), strict=True):
+        drawn[place] = color
+        if name == OTHER and is_object[: len(classes)].sum() < 2:
+            continue
+        axes.scatter([], [], marker="s", color=np.array(color) / 255, label=name)
+    return drawn
 
 
 @contextlib.contextmanager
@@ -126,32 +203,50 @@ def drawing(path: Path) -> "Iterator[Figure]":
             figure.savefig(tmp_path, format="png", bbox_inches="tight", pil_kwargs=how)
 
 
-def draw_curves(path: Path, rows: Sequence[Row], classes: Sequence[str]) -> None:
-    """Draw the losses, and the other metrics, over the epochs; those of single classes are not."""
-    of_class = tuple(f"_{name}" for name in classes)
+def draw_curves(
+    path: Path,
+    rows: Sequence[Row],
+    classes: Sequence[str],
+    best: str = "",
+    best_row: Row | None = None,
+) -> None:
+    """Draw the losses, and the other metrics, over the epochs; those of single classes are not.
+
+    best, best_row: the metric by which best.pt is chosen, and the row of that epoch, to be marked.
+    """
     losses = []
     others = []
     for name, value in rows[-1].items():
-        if isinstance(value, str) or name in NOT_DRAWN:
+        if isinstance(value, str) or name in OF_TUNING:
             continue
         if name.endswith("loss"):
             losses.append(name)
-        elif not name.endswith(of_class):
+        elif not is_of_class(name, classes) or name == best:
             others.append(name)
-    epochs = [row["epoch"] for row in rows]
+    epochs = [number_in(row, "epoch") for row in rows]
     with drawing(path) as figure:
         figure.set_size_inches(10, 4)
         for axes, shown in zip(figure.subplots(1, 2), (losses, others), strict=True):
             for name in shown:
-                # of dtype float None, of a row without the value, is NaN: not drawn
-                values = [row.get(name) for row in rows]
-                shown_values = [None if isinstance(x, str) else x for x in values]
-                line = np.array(shown_values, dtype=float)
-                axes.plot(epochs, line, ".-", label=f" {clip(name)} {line[-1]:.4g}")
+                # NaN, of a row without the value, is not drawn
+                line = [number_in(row, name) for row in rows]
+                label = f" {clip(name)} {line[-1]:.4g}"
+                if best_row and name == best:
+                    score = number_in(best_row, name)
+                    at = number_in(best_row, "epoch")
+                    label = f" {clip(name)}: best {score:.4g} in epoch {at}, last {line[-1]:.4g}"
+                    axes.plot(at, score, "*", color="black", markersize=12, zorder=3)
+                axes.plot(epochs, line, ".-", label=label)
+            if best_row:
+                at = number_in(best_row, "epoch")
+                axes.axvline(at, color="black", linewidth=0.8, linestyle=":")
             if shown:
                 axes.legend(fontsize=8)
+            kind = "loss" if shown is losses else "metric"
+            axes.set_ylabel(clip(shown[0]) if len(shown) == 1 else kind)
             axes.set_xlabel("epoch")
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
+            axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
             axes.grid(alpha=0.3)
 
 
@@ -161,28 +256,49 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
 
     counts = confusion.cpu().double().numpy()
     count = len(classes)
+    sums = counts.sum(1)
     with np.errstate(invalid="ignore"):
-        percent = 100 * counts / counts.sum(1, keepdims=True)
+        percent = 100 * counts / sums[:, None]
     side = min(4 + 0.24 * count, 15)  # inches
+    # points of text, of which a cell takes 72 to the inch
+    cell = 72 * 0.75 * side / count
+    has_numbers = count <= MOST_NUMBERS
     with drawing(path) as figure:
         figure.set_size_inches(side, side)
         axes = figure.subplots()
-        norm = PowerNorm(0.5, 0, 100)  # the root makes a few percent visible
+        # the root makes a few percent visible, where there are no numbers
+        norm = PowerNorm(1 if has_numbers else 0.5, 0, 100)
         drawn = axes.imshow(percent, norm=norm, cmap="Blues", interpolation="nearest")
         axes.set_facecolor("0.85")  # of a row without labels
-        figure.colorbar(drawn, shrink=0.6, ticks=[0, 1, 5, 10, 25, 50, 100])
+        if not has_numbers:
+            figure.colorbar(drawn, shrink=0.6, ticks=[0, 1, 5, 10, 25, 50, 100])
         if count <= 120:
             names = [clip(name) for name in legible(classes)]
-            size = 8 if count < 60 else 5
-            axes.set_xticks(range(count), names, rotation=90, fontsize=size)
-            axes.set_yticks(range(count), names, fontsize=size)
-        axes.set(xlabel="prediction", ylabel="truth", title="% of each row")
-        if count <= 20:  # there is room for numbers
+            size = min(10, max(5, 0.6 * cell))
+            # a letter is about 0.6 of its size wide
+            is_short = max(map(len, names)) * 0.6 * size < cell
+            turn = 0 if is_short else 90
+            axes.set_xticks(range(count), names, rotation=turn, fontsize=size)
+            totals = [
+                f"{name} ({total:,.0f})"
+                for name, total in zip(names, sums, strict=True)
+            ]
+            axes.set_yticks(range(count), totals, fontsize=size)
+        right = counts.trace()
+        total = counts.sum()
+        share = right / total if total else math.nan
+        axes.set_title(f"right: {share:.1%}, {right:,.0f} of {total:,.0f}")
+        axes.set(xlabel="prediction", ylabel="truth (number); % of each row")
+        if has_numbers:
             for row, column in np.argwhere(percent > 0):
                 value = percent[row, column]
-                color = "white" if value > 35 else "black"
-                text = axes.text(column, row, f"{value:.0f}", color=color, fontsize=7)
-                text.set(ha="center", va="center")
+                text = f"{value:.0f}" if value >= 0.5 else "<1"
+                if cell >= 30:  # there is room for two lines
+                    text = f"{value:.1f}%\n{counts[row, column]:,.0f}"
+                size = min(12, max(4, cell / (5.5 if cell >= 30 else 2.6)))
+                color = "white" if value > 50 else "black"
+                drawn_text = axes.text(column, row, text, color=color, fontsize=size)
+                drawn_text.set(ha="center", va="center")
 
 
 def draw_images(
@@ -202,6 +318,9 @@ def draw_images(
             lines = list(above) + axes.get_title().split("\n")
             axes.title.set_text("\n".join(clip(line, 48) for line in lines))
         lay_out(figure)
+        heading = figure.axes[0].get_xlabel()  # axes that are off do not show theirs
+        if heading:
+            figure.suptitle(heading, fontsize=10)
         if present:
             draw_legend(figure, classes, present)
 
@@ -229,30 +348,28 @@ def draw_legend(
     figure: "Figure",
     classes: Sequence[str],
     present: set[int],
-    without: str = "not tinted",
+    black: str = "",
 ) -> None:
     """Draw the colours of the classes in `present`; numbers that are no class stand for void.
 
-    without: what is said of black ones.
+    Other marks come from the figure's first axes. black: what is said of black ones, which are left
+    out without it.
     """
     from matplotlib.patches import Patch
 
     colors = colors_of(classes, 256) / 255
     classes = legible(classes)
-    entries = []
+    entries: list[Artist] = []
     for i in sorted({min(number, len(classes)) for number in present}):
         name = clip(classes[i]) if i < len(classes) else "void"
-        hint = "" if colors[i].any() else f" ({without})"
-        label = f" {name}{hint}"  # a leading underscore would leave an entry out
+        if not colors[i].any():
+            if not black:
+                continue
+            name += f" ({black})"
+        label = f" {name}"  # a leading underscore would leave an entry out
         entries.append(Patch(facecolor=colors[i], edgecolor="black", label=label))
+    for axes in figure.axes[:1]:
+        entries += axes.get_legend_handles_labels()[0]
     figure.legend(
         handles=entries, loc="outside lower center", ncols=8, fontsize=9, frameon=False
     )
-
-
-def clip(text: str, letters: int = 24) -> str:
-    # ? for what is no UTF-8 in a file name
-    text = text.encode("utf-8", "replace").decode()
-    if len(text) > letters:
-        text = text[: letters - 1] + "\N{HORIZONTAL ELLIPSIS}"
-    return text

@@ -153,7 +153,7 @@ class Predictor:
         yield write_mask
         if len(self.broken) < len(self.found):  # something was drawn
             with drawing(output / "legend.png") as figure:
-                draw_legend(figure, self.classes, set(range(256)))
+                draw_legend(figure, self.classes, set(range(256)), "not tinted")
         self.finish(f"{output / 'masks'}, {output / 'overlays'}")
 
     def finish(self, where: object) -> None:

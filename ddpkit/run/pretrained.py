@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from ddpkit.errors import DiskError, UserError, reason_of, shorten
 from ddpkit.ranks import distributed
-from ddpkit.run import checkpoint, states
+from ddpkit.run import checkpoint, networks, states
 
 KEYS = ("model", "state_dict", "model_state_dict")  # under which programs save weights
 SECONDS = 10.0  # without an answer, after which a download fails
@@ -22,7 +23,7 @@ Fetch = Callable[[], Tensors]
 
 
 def load_pretrained(
-    model: nn.Module,
+    model: nn.Module | None,
     pretrained: str | None,
     arch: str = "",
     encoder: str = "",
@@ -30,6 +31,7 @@ def load_pretrained(
 ) -> None:
     """Copy --weights into `model`, alike on all ranks; only rank 0 downloads and reads.
 
+    model: None: only refuse names that do not exist, before data are read.
     pretrained: "none"; a .pt or .pth file; the name of published weights; or "auto", which stands
         for the best published ones, or for "none" if those cannot be had, as it then says. None:
         those of a checkpoint follow.
@@ -45,11 +47,15 @@ def load_pretrained(
         model = timm.create_model("vit_small_patch16_224", num_classes=len(classes))
         ddpkit.load_pretrained(model, args.weights, "timm/vit_small_patch16_224")
     """
+    if model is None:
+        networks.check_names(arch, encoder)
     if pretrained in (None, "none"):
         return
     name = pretrained
     sources = find_published(arch, encoder, options)
     if pretrained == "auto":
+        if model is None:
+            return
         if not sources:
             distributed.print0("--weights auto: none, published for this network")
             return
@@ -57,9 +63,13 @@ def load_pretrained(
         distributed.print0(f"--weights auto: {name}, downloaded unless cached ...")
     elif name.endswith((".pt", ".pth")):
         sources = {name: functools.partial(read_tensors, name)}
+        if not distributed.await_rank_zero(os.path.isfile, name):
+            raise UserError(f"--weights {name}: no such file")
     if name not in sources:
         known = ", ".join(sources) or "none"
         raise UserError(f"--weights {name}: published are {known}; or name a .pt file")
+    if model is None:
+        return
     found = distributed.await_rank_zero(try_to_fetch, name, sources[name])
     if not isinstance(found, str):
         copy_matching(model, found)
@@ -82,7 +92,7 @@ def try_to_fetch(name: str, fetch: Fetch) -> Tensors | str:
     except UserError as error:
         return error.line
     except Exception as error:  # urllib, httpx and huggingface_hub have no common one
-        return f"--weights {name}: download failed ({reason_of(error)[:160]})"
+        return f"--weights {name}: download failed ({reason_of(error, 160)})"
     finally:
         socket.setdefaulttimeout(before)
 

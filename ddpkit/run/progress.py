@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ddpkit.data.loading import TrainSampler
 from ddpkit.data.other_loaders import OtherSource
-from ddpkit.ranks import distributed
+from ddpkit.ranks import devices, distributed
 from ddpkit.run.states import State
 
 
@@ -29,11 +29,26 @@ class Progress:
 
     def _begin_epoch(self) -> None:
         self.seen = 0
-        self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        place = devices.for_sums(self.device)
+        self.sums = torch.zeros(2, dtype=torch.float64, device=place)
+        # what is to be added to them, in the order of the steps, still on the device
+        self.pending: list[tuple[Tensor, Tensor]] = []
         self.logged = self.totals.clone()  # what the log has of them
 
     def __str__(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.steps_done}"
+
+    @property
+    def totals(self) -> Tensor:
+        self._add_pending()
+        return self.sums
+
+    def _add_pending(self) -> None:
+        share = 1 / distributed.world_size()
+        for values in self.pending:
+            for total, value in zip(self.sums, values, strict=True):
+                total.add_(value.to(total.device), alpha=share)
+        self.pending.clear()
 
     @property
     def steps_done(self) -> int:
@@ -64,9 +79,9 @@ class Progress:
         self.seen = state["seen"]
         totals = self.totals.new_tensor(state["totals"])  # (ranks of then, 2)
         if len(totals) == distributed.world_size():
-            self.totals += totals[distributed.rank()]
+            self.totals.add_(totals[distributed.rank()])
         elif distributed.is_rank_zero():
-            self.totals += totals.sum(0)
+            self.totals.add_(totals.sum(0))
         self.logged = self.totals.clone()
 
     def schedule_step(self, state: State) -> int:
@@ -86,10 +101,10 @@ class Progress:
         """
         if isinstance(loss, Tensor):
             loss = loss.detach()
-        share = 1 / distributed.world_size()
-        loss_total, count_total = self.totals.unbind()
-        loss_total.add_(loss * count, alpha=share)
-        count_total.add_(count, alpha=share)
+        self.pending.append((loss * count, count))
+        # To sums on the CPU they go when these are read: a copy in each step would wait.
+        if self.sums.device == self.device:
+            self._add_pending()
         self.step += 1
         self.seen += self.source.global_batch
 

@@ -1,13 +1,12 @@
 """What a run reports, on rank 0: lines, progress, metrics.csv, TensorBoard, a tracker, images."""
 
 import contextlib
-import csv
-import importlib.util
-import io
+import importlib
 import json
 import math
 import os
 import platform
+import shlex
 import sys
 import tempfile
 import time
@@ -16,19 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ddpkit import files
 from ddpkit.data import images, loading, samples
 from ddpkit.data.loading import TrainSampler
 from ddpkit.data.other_loaders import OtherSource
-from ddpkit.errors import LineError, UserError
+from ddpkit.errors import LineError, reason_of
 from ddpkit.ranks import devices, distributed, failures, process
 from ddpkit.run import checkpoint, machine, pictures
 from ddpkit.run.layout import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
-from ddpkit.run.mistakes import Mistakes
-from ddpkit.run.pictures import Row
+from ddpkit.run.mistakes import Mistakes, per_class_lines
+from ddpkit.run.rows import (
+    EpochLines,
+    Row,
+    as_digits,
+    best_row,
+    is_of_class,
+    only_numbers,
+    recorded_epochs,
+    recorded_rows,
+)
 from ddpkit.run.steplog import StepLog
 
 Log = Callable[[dict[str, float]], object]  # takes a row of numbers
@@ -78,6 +86,7 @@ class Reporter:
         self.first_epoch = epoch + 1  # of those to be recorded, from 1
         self.active = distributed.is_rank_zero() and active
         self.bar = tqdm(disable=True)
+        self.lines = EpochLines(epochs, classes)
         self.steps = StepLog(self.folder, self.device, log_every, step, self.active)
         self.began = time.monotonic()
         self.waited = 0.0
@@ -86,6 +95,7 @@ class Reporter:
         self.process = os.getpid()
         self.log: Log | None = None  # a tracker's
         self.facts: dict[str, object] = {}  # args.json
+        self.network = ""  # the line on its parameters
 
     def close(self) -> None:
         """Clear the progress bar and close the files, before any error is printed."""
@@ -120,8 +130,11 @@ class Reporter:
             val = f"{len(samples.dataset_of(val_loader))} validation images | "
         distributed.print0(
             f"{ranks} rank(s) on {device} | batch {batch_size} per rank x "
-            f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "
+            f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch}"
+        )
+        distributed.print0(
             f"{source.total} training + {val}{source.steps} steps per epoch"
+            f"{left_out(source)}"
         )
         amp = f" | amp {flags['amp']}" if "amp" in flags else ""
         jpeg = images.decoder()
@@ -145,12 +158,31 @@ class Reporter:
             versions=versions,
         )
 
+    def print_parameters(self, network: nn.Module) -> None:
+        """Print how many parameters the network has, and how many are trained, if that is new."""
+        total = 0
+        trained = 0
+        for weight in network.parameters():
+            total += weight.numel()
+            trained += weight.numel() * weight.requires_grad
+        line = f"{type(network).__name__}: {total:,} parameters"
+        if trained < total:
+            line += f", {trained:,} of them trained"
+        if self.active and line != self.network:
+            distributed.print0(line)
+        self.network = line
+
     def note_facts(self, **more: object) -> None:
         """Add something to args.json."""
         facts = self.facts | more
         if self.active and facts != self.facts:
             self.facts = facts
             self.write_json("args.json", facts)
+
+    def chosen_by(self) -> list[str]:
+        """Return the column by which best.pt is chosen, and "max" or "min"; "" while not known."""
+        found = self.facts.get("best")
+        return found if isinstance(found, list) else ["", ""]
 
     def progress(
         self,
@@ -218,7 +250,7 @@ class Reporter:
         mine = torch.tensor(
             [self.waited, failures.peak(self.device)],
             dtype=torch.float64,
-            device=self.device,
+            device=devices.for_sums(self.device),
         )
         # the most of any rank; waits for the device, so that the seconds are its, too
         waited, peak = distributed.gather(mine).max(0).values.tolist()
@@ -251,15 +283,11 @@ class Reporter:
         if not self.active:
             return
         found = only_numbers(row)
-        words = [f"epoch {row['epoch']}/{self.epochs}"]
-        for name, value in found.items():
-            if name not in ("epoch", "step"):
-                words.append(f"{name} {value:.4g}")
         seconds = time.monotonic() - self.began
-        words.append(f"left {(self.epochs - found['epoch']) * seconds:.0f} s")
-        if is_best:
-            words.append("best")
-        distributed.print0("  ".join(words))
+        left = tqdm.format_interval((self.epochs - found["epoch"]) * seconds)
+        name, _ = self.chosen_by()
+        for line in self.lines.of_row(row, left, name, is_best):
+            distributed.print0(line)
         wait = found.get("data_wait", 0)
         seconds = found.get("train_seconds", 0)
         if wait > 0.1 and wait * seconds > 1:
@@ -272,7 +300,9 @@ class Reporter:
 
     def record(self, new: Sequence[Row]) -> None:
         """Draw curves.png, then write metrics.csv; give the `new` rows to TensorBoard."""
-        pictures.draw_curves(self.folder / "curves.png", self.rows, self.classes)
+        best = best_row(self.rows, *self.chosen_by())
+        path = self.folder / "curves.png"
+        pictures.draw_curves(path, self.rows, self.classes, self.chosen_by()[0], best)
         # of all rows, in their order: a later one may have more
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
         with files.table(self.folder / "metrics.csv", columns) as write:
@@ -310,7 +340,9 @@ class Reporter:
     def start_tracker(self, tracker: Start) -> None:
         path = self.folder / "tracker.json"
         try:
-            known = json.loads(path.read_text())["run"] if path.exists() else None
+            known = (
+                json.loads(path.read_text("utf-8"))["run"] if path.exists() else None
+            )
             run, self.log = tracker(known)
         except (Exception, SystemExit) as error:  # which costs no run
             line = f"the tracker did not start ({typed_reason(error)}): the run goes on without it"
@@ -330,7 +362,9 @@ class Reporter:
 
     def write_json(self, name: str, value: object) -> None:
         with files.writing(self.folder / name, parents=True) as tmp_path:
-            tmp_path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+            tmp_path.write_text(
+                json.dumps(value, indent=2, default=str) + "\n", "utf-8"
+            )
 
     def write_images(self, mistakes: Mistakes) -> None:
         """Write examples.png, validation images with predictions, and the files of `mistakes`."""
@@ -344,28 +378,49 @@ class Reporter:
             with tempfile.TemporaryDirectory() as folder:
                 mistakes.draw_examples(Path(folder, "image.png"), {0: ""})
 
-    def print_results(self, name: str, best: float) -> None:
-        """Print the best score and the paths of the results."""
+    def print_results(self, name: str, best: float, epoch: int, example: str) -> None:
+        """Print the best score, the paths of the results, and the command that uses them.
+
+        epoch: of the best. example: an image to predict.
+        """
         if not self.active:
             return
         if not math.isfinite(best):
             return distributed.print0(
                 f"done: {name} was NaN after every epoch: there is no best.pt"
             )
-        found = [os.path.join(os.path.relpath(self.folder), "best.pt")]
+        checkpoint = os.path.join(os.path.relpath(self.folder), "best.pt")
+        found = [checkpoint]
         for file in SHOWN:
             if (self.folder / file).exists():
                 found.append(file)
-        return distributed.print0(f"done: best {name} {best:.4f}; {', '.join(found)}")
+        distributed.print0(
+            f"done: best {name} {best:.4f}, of epoch {epoch}; {', '.join(found)}"
+        )
+        script = process.project() / "predict.py"
+        if script.is_file():
+            words = ["python", nearest(script), nearest(example)]
+            command = shlex.join([*words, "--checkpoint", checkpoint])
+            distributed.print0(f"next: {command}")
+
+
+def nearest(path: Path | str) -> str:
+    """Return the path as it is written from here, unless that has to go up."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith(os.pardir) else relative
+
+
+def left_out(source: TrainSampler | OtherSource) -> str:
+    """Return why an epoch has fewer images than there are, for the start line, if it has."""
+    count = source.total % source.global_batch
+    # by weights some images are drawn again, and others are not
+    if not count or getattr(source, "cumulated", None) is not None:
+        return ""
+    return f"; {count} image(s) left out of each, others each time: too few for one more step"
 
 
 def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
     """Return what begins or continues a run of that tracker, named as `folder` and its project."""
-    # as a module that a program has made, or as a package
-    if not sys.modules.get(name) and not importlib.util.find_spec(name):
-        raise UserError(
-            f"--tracker {name}: not installed; python -m pip install {name}"
-        )
     project = process.project().name
 
     def start_run(known: str | None) -> tuple[str, Log]:
@@ -397,44 +452,7 @@ def _is_on_terminal() -> bool:
 
 
 def typed_reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
-
-
-def only_numbers(row: Row) -> dict[str, float]:
-    return {name: x for name, x in row.items() if isinstance(x, int | float)}
-
-
-def recorded_epochs(folder: Path) -> int:
-    path = folder / "metrics.csv"
-    return max(0, len(path.read_bytes().splitlines()) - 1) if path.exists() else 0
-
-
-def recorded_rows(folder: Path, epochs: int) -> list[Row]:
-    """Return the rows of metrics.csv up to the epoch of that number, without empty cells.
-
-    Rows that cannot be read, as after a crash of the machine, are left out.
-    """
-    path = folder / "metrics.csv"
-    rows: list[Row] = []
-    if not path.exists():
-        return rows
-    text = path.read_bytes().replace(b"\0", b"").decode("utf-8-sig", "surrogateescape")
-    for cells in csv.DictReader(io.StringIO(text, newline=""), restval=""):
-        row = {name: as_number(cell) for name, cell in cells.items() if name and cell}
-        number = row.get("epoch")
-        if isinstance(number, int) and number <= epochs:
-            rows.append(row)
-    return rows
-
-
-def as_number(text: str) -> float | str:
-    """Return the number that a cell holds, as Python writes one, or else its text."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            value = kind(text)
-            if str(value) == text:
-                return value
-    return text
+    return f"{type(error).__name__}: {reason_of(error, 200)}"
 
 
 def write_evaluation(mistakes: Mistakes, folder: Path) -> None:
@@ -452,3 +470,27 @@ def write_evaluation(mistakes: Mistakes, folder: Path) -> None:
     names = [name for name in IMAGES if (folder / name).exists()]
     if names:
         distributed.print0(f"written to {folder}: {', '.join(names)}")
+
+
+def print_evaluation(
+    mistakes: Mistakes, results: Mapping[str, float], as_json: bool
+) -> None:
+    """Print the numbers of an evaluation, on rank 0: tables, or a line of JSON."""
+    if as_json:
+        # it has no NaN, which a metric of no samples is
+        finite = {name: x if math.isfinite(x) else None for name, x in results.items()}
+        return distributed.print0(json.dumps(finite))
+    if mistakes.confusion is not None:
+        images = samples.size(samples.dataset_of(mistakes.loader))
+        for line in per_class_lines(mistakes.confusion, mistakes.classes, images):
+            distributed.print0(line)
+        # which are in that table
+        found = {
+            name: value
+            for name, value in results.items()
+            if not is_of_class(name, mistakes.classes)
+        }
+        results = found or results
+    width = max(map(len, results))
+    for name, value in results.items():
+        distributed.print0(f"{name.ljust(width)}  {as_digits(value)}")

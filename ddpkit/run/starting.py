@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 
@@ -32,8 +34,7 @@ def before_imports(
     process.install_handlers()
     try:
         check_itself(needs)
-        # under a debugger later, within `run_main`, which lets it show the error
-        if parse_args and not process.is_debugged():
+        if parse_args:
             parse_args()
     except UserError as error:
         with contextlib.suppress(UserError):
@@ -45,6 +46,20 @@ def before_imports(
         environment.note_mistake()
         process.exit_now(MISTAKE)
     process.note_start()
+    if process.is_debugged():
+        import_untraced()
+
+
+def import_untraced() -> None:
+    """Import what is large while the debugger looks away: otherwise it takes twice as long."""
+    debugger = sys.modules.get("debugpy")
+    if not debugger:  # another editor's
+        return
+    debugger.trace_this_thread(False)
+    for name in ("torch", "torchmetrics"):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    debugger.trace_this_thread(True)
 
 
 def check_itself(needs: str) -> None:

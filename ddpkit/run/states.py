@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ddpkit.errors import UserError, shorten
+from ddpkit.errors import UserError, reason_of, shorten
 from ddpkit.ranks import distributed
 from ddpkit.ranks.replicas import weights_of
 
@@ -201,7 +201,7 @@ def fitting(path: str, name: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except MISFITS as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = reason_of(error, 200)
         raise UserError(
             f"{path} does not fit the {name} ({reason}); {remedy}"
         ) from None

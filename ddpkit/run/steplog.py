@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ddpkit.ranks import distributed
+from ddpkit.ranks import devices, distributed
 from ddpkit.run.layout import EVENTS, STEPS
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class StepLog:
         active: bool = True,
     ) -> None:
         self.folder = folder / STEPS
-        self.device = device
+        self.device = devices.for_sums(device)
         self.every = every
         self.first_step = first_step
         self.active = active and distributed.is_rank_zero()

@@ -19,7 +19,6 @@ from ddpkit.run import pictures
 
 COUNT = 12  # images
 HEIGHT = 240  # pixels that each is drawn with
-LINE = 2  # pixels of an outline
 Shown = tuple[np.ndarray, np.ndarray | None]  # (H, W, 3), and a mask (H, W), both uint8
 
 
@@ -59,7 +58,7 @@ def draw_check(path: Path, args: Namespace) -> str:
             pictures.lay_out(figure)
             figure.suptitle("as it is | as dataset.py augments it", fontsize=10)
         if present:
-            pictures.draw_legend(figure, classes, present, "not outlined")
+            pictures.draw_legend(figure, classes, present)
     distributed.print0(f"{path}: {len(figure.axes)} training images; look at them")
     return ""
 
@@ -112,20 +111,5 @@ def beside_each_other(shown: Sequence[Shown], classes: Sequence[str]) -> np.ndar
     for pixels, mask in shown:
         if row:
             row.append(gap)
-        row.append(pixels if mask is None else outline(pixels, mask, classes))
+        row.append(pixels if mask is None else pictures.outline(pixels, mask, classes))
     return np.concatenate(row, axis=1)
-
-
-def outline(pixels: np.ndarray, mask: np.ndarray, classes: Sequence[str]) -> np.ndarray:
-    """Return the image (H, W, 3) with the edges of each class in its colour, but of black ones."""
-    is_edge = np.zeros(mask.shape, bool)
-    for step in range(1, LINE + 1):
-        down = mask[step:] != mask[:-step]
-        is_edge[step:] |= down
-        is_edge[:-step] |= down
-        right = mask[:, step:] != mask[:, :-step]
-        is_edge[:, step:] |= right
-        is_edge[:, :-step] |= right
-    colors = pictures.colors_of(classes, 256)[mask]
-    is_drawn = is_edge & colors.any(-1)
-    return np.where(is_drawn[..., None], colors, pixels)

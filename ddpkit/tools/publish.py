@@ -20,9 +20,10 @@ from typing import Any
 from ddpkit import files
 from ddpkit.errors import UserError, escape, reason_of
 from ddpkit.ranks import process
-from ddpkit.run import checkpoint, pictures
+from ddpkit.run import checkpoint
 from ddpkit.run.flags import Parser
 from ddpkit.run.layout import SHOWN
+from ddpkit.run.rows import OF_TUNING
 from ddpkit.run.states import State
 
 NEEDED = ["args.json", "metrics.csv"]
@@ -71,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
     names = [path.name]
     names += NEEDED
-    for name in SHOWN:  # if they are there
-        if path.with_name(name).is_file():
+    for name in SHOWN:  # if they are there; worst.csv has paths of this machine
+        if path.with_name(name).is_file() and name != "worst.csv":
             names.append(name)
     if given.output.resolve() == path.parent.resolve():
         raise UserError(
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if name == path.name:
                 checkpoint.write_file(tmp_path, state)
             elif name == "args.json":
-                tmp_path.write_text(json.dumps(about, indent=2) + "\n")
+                tmp_path.write_text(json.dumps(about, indent=2) + "\n", "utf-8")
             else:
                 shutil.copyfile(path.with_name(name), tmp_path)
     with files.writing(given.output / "README.md") as tmp_path:
@@ -140,7 +141,7 @@ def make_card(
     scores = [["", f"{path.name}, epoch {own[0]}", f"the last, epoch {last[0]}"]]
     results = []
     for name, value, last_value in zip(header, own, last, strict=True):
-        if name in pictures.NOT_DRAWN:
+        if name in OF_TUNING:
             continue
         text = f"{float(value or 'nan'):.4g}"  # empty: not measured in that epoch
         scores.append([name, text, f"{float(last_value or 'nan'):.4g}"])
@@ -232,6 +233,6 @@ def push(folder: Path, names: Sequence[str], repo: str, is_private: bool) -> str
         url = hub.create_repo(repo, private=is_private or None, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(names))
     except Exception as error:  # of many types
-        reason = reason_of(error)[:300]
+        reason = reason_of(error, 300)
         raise UserError(f"{repo}: not published ({reason})") from None
     return str(url)

@@ -432,7 +432,42 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_data_of_another_run() -> None:
+def test_flags_that_have_changed(tmp_path: Path, monkeypatch) -> None:
+    """The same folder in other words has not; what was not given is said so."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "link").symlink_to("set")
+    then = {"data": "set", "arch": "a", "fold": None, "lr": 0.1}
+    for path in "set/", "./set", "link", tmp_path / "set", Path("link/../set"):
+        assert checkpoint.changes(then, {**then, "data": path}) == ""
+    now = {"data": Path("other"), "arch": "b", "fold": (1, 5), "lr": 0.2}
+    assert checkpoint.changes(then, now) == (
+        "--data other (was set), --arch b (was a), --fold (1, 5) (was not given), "
+        "--lr 0.2 (was 0.1)"
+    )
+
+
+def test_what_is_cut_ends_with_a_word(tmp_path: Path) -> None:
+    net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(99)])
+    state = {"path": str(tmp_path / "last.pt"), "model": {}}
+    with refusal("checkpoint.load_weights", '"7.weight", ...)'):
+        checkpoint.load_weights(net, state)
+
+    def fail() -> None:
+        raise OSError("cannot find the host " * 20)
+
+    line = pretrained.try_to_fetch("imagenet", fail)
+    assert re.search(r" (cannot|find|the|host) \.\.\.\)$", line), line
+
+
+def test_data_of_another_run(tmp_path: Path) -> None:
+    (tmp_path / "best.pt").touch()
+    with refusal(
+        *("checkpoint.check_classes", "last.pt has 2 classes (a, b)"),
+        f"--weights {tmp_path / 'best.pt'} --output-dir ANOTHER",
+    ) as caught:
+        checkpoint.check_classes(tmp_path / "last.pt", ["a", "b"], ["b", "c"])
+    assert "never" not in str(caught.value)
     for theirs in ["a", "b", "c"], ["b", "a"]:
         with refusal("checkpoint.check_classes", "last.pt", "2 classes"):
             checkpoint.check_classes("last.pt", ["a", "b"], theirs)

@@ -93,6 +93,6 @@ def test_stopped_and_resumed(project: Project, few: Path, tmp_path: Path) -> Non
     line = r"weights in the loss: background (\S+), crack (\S+)\n"
     weights = [float(text) for text in re.search(line, said).groups()]
     assert weights == pytest.approx(pixels.sum() / (2 * pixels), rel=0.01)
-    done = project.train(few, whole, "--eval-only", on=1).ok()
+    done = project.train(few, whole, "--eval-only", "--json", on=1).ok()
     loss = json.loads(done.out.splitlines()[-1])["val_loss"]
     assert loss == pytest.approx(float(rows(whole)[0]["val_loss"]), rel=1e-4)

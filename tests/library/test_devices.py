@@ -54,7 +54,10 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
         ("cuda", 4, {"CUDA_VISIBLE_DEVICES": "-1"}, "cpu"),
         ("xpu", 4, {"LOCAL_RANK": "2"}, "xpu:2"),
         ("xpu", 4, {"CUDA_VISIBLE_DEVICES": ""}, "cpu"),
-        ("mps", 1, {}, "cpu"),
+        ("mps", 1, {}, "mps:0"),
+        ("mps", 1, {"CUDA_VISIBLE_DEVICES": "-1"}, "cpu"),
+        ("mps", 1, {"RANK": "0", "WORLD_SIZE": "1"}, "mps:0"),
+        ("mps", 1, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "cpu"),
         ("cuda", 0, {}, "cpu"),
     ],
 )
@@ -64,8 +67,14 @@ def test_devices(kind, seen, env, device, node):
     assert found == torch.device(device)
     assert note["device"] == found.type
     assert not note["mistake"]
-    assert note["gpu"].split() == ([] if device == "cpu" else ["7", device[-1]])
-    backends = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+    has_name = found.type in ("cuda", "xpu")
+    assert note["gpu"].split() == (["7", device[-1]] if has_name else [])
+    backends = {
+        "mps": "alone",
+        "cpu": "gloo",
+        "cuda": "cpu:gloo,cuda:nccl",
+        "xpu": "cpu:gloo,xpu:xccl",
+    }
     assert devices.backend(found) == backends[found.type]
     assert devices.pick(on_cpu=True)[0] == devices.CPU
 

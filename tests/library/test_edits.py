@@ -226,8 +226,8 @@ build_metrics = lambda *_: MetricCollection({"ap": MulticlassAveragePrecision(6)
     out = tmp_path / "out"
     more = ["--batch-size", 6]  # one batch of validation
     start(few, out, more, ranks=2, draws=True).ok()
-    one = start(few, out, more, "--eval-only", ranks=1).ok()
-    two = start(few, out, more, "--eval-only", ranks=2).ok()
+    one = start(few, out, more, "--eval-only", "--json", ranks=1).ok()
+    two = start(few, out, more, "--eval-only", "--json", ranks=2).ok()
     assert one.out.splitlines()[-1] == two.out.splitlines()[-1]
     assert (out / "worst.png").exists()
     assert not (out / "per_class.csv").exists()  # no confusion matrix

@@ -24,6 +24,17 @@ def test_the_table() -> None:
     assert table.PAGE.read_text() == table.page(), f"to write the page anew: {update}"
 
 
+def test_what_is_explained() -> None:
+    """Errors that there are, each once, in a few lines."""
+    codes = table.explained()
+    assert len(codes) == len(set(codes)) >= 40
+    assert set(codes) <= {code for _, code, _ in table.raised()}
+    for part in table.EXPLAINED.read_text().split("\n### ")[1:]:
+        lines = part.split("\n## ")[0].strip().splitlines()
+        assert 2 <= len(lines) <= 4, lines[0]
+        assert all(len(line) <= 150 for line in lines), lines[0]
+
+
 def test_the_form_of_lines() -> None:
     raised = list(table.raised())
     assert len(raised) > 150

@@ -2,11 +2,12 @@
 
 import gc
 import os
+import re
 from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
-from generated import refusal
+from generated import ROOT, TASKS, TEMPLATE_FOLDER, both_tasks, refusal
 from ranks import on_ranks
 
 from ddpkit.ranks import cpus, process, protocol
@@ -69,6 +70,55 @@ def test_mistakes(words):
         with pytest.raises(ArgumentTypeError, match=fold):
             flags.Parser.fold(fold)
     assert flags.Parser.fold("2/5") == flags.Parser.fold((2, 5)) == (2, 5)
+
+
+OTHER_WORDS = {
+    "classification": {
+        "--epoch 5": "--epoch: no such flag; did you mean --epochs? (",
+        "--eval-onyl": "--eval-onyl: no such flag; did you mean --eval-only? (",
+        "--batch_size=8": "--batch_size: no such flag; did you mean --batch-size? (",
+        "--model vgg11 --learning-rate 1": "did you mean --arch?; --learning-rate: no such "
+        "flag; did you mean --lr? (",
+        "--backbone vgg11": "did you mean --arch? (",
+        "--gpus 0": "CUDA_VISIBLE_DEVICES=0,1 ./launch.sh some of them, NPROC=2 ./launch.sh",
+        "--loss dice": "--loss: a flag of segmentation projects (",
+        "--qwxz": "--qwxz: no such flag (",
+        "epochs=5": "unrecognized arguments: epochs=5 (",
+    },
+    "segmentation": {
+        "--backbone vgg11": "did you mean --encoder? (",
+        "--drop-path 0.1": "--drop-path: a flag of classification projects (",
+    },
+}
+
+
+@both_tasks
+def test_flags_that_do_not_exist(project):
+    """The one that was meant is named, or the kind of project that has it."""
+
+    def check() -> None:
+        from flags import parse_args
+
+        for words, line in OTHER_WORDS[project.task].items():
+            with refusal("flags.error", line):
+                parse_args(words.split())
+
+    project.here(check).ok()
+
+
+def test_flags_of_the_tasks():
+    """Those that one task alone has are known as such, and synonyms are for what there is."""
+    own = {}
+    for task in TASKS:
+        text = (ROOT / TEMPLATE_FOLDER / "tasks" / task / "flags.py").read_text()
+        own[task] = set(re.findall(r'add\("(--[a-z-]+)"', text))
+    one, two = own.values()
+    found = {task: set(names.split()) for task, names in flags.OF_TASKS.items()}
+    assert found == dict(zip(TASKS, (one - two, two - one), strict=True))
+    others = {word for text in flags.SYNONYMS.values() for word in text.split()}
+    others |= set(flags.OF_LAUNCHERS.split())
+    assert flags.SYNONYMS.keys() <= one | two
+    assert not others & (one | two)
 
 
 @pytest.mark.parametrize("word", ["--local-rank", "--local_rank"])

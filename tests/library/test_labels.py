@@ -104,8 +104,8 @@ def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
     assert not (out / "confusion.png").exists()
     with open(out / "per_class.csv", newline="") as file:
         assert len(list(csv.DictReader(file))) == 7
-    one = project.train(several, out, "--eval-only", "test", on=1).ok()
-    three = project.train(several, out, "--eval-only", "test", on=3).ok()
+    one = project.train(several, out, "--eval-only", "test", "--json", on=1).ok()
+    three = project.train(several, out, "--eval-only", "test", "--json", on=3).ok()
     assert one.out.splitlines()[-1] == three.out.splitlines()[-1]
 
     words = ["--checkpoint", out / "best.pt", "--threshold", 0.3]
@@ -145,7 +145,7 @@ def test_a_test_set_and_mirrored_images(
     """In folders: another set than val; --tta changes the loss, and is the same on more ranks."""
 
     def run(what: str, on: int = 1) -> Done:
-        words = ["--resume", trained / "best.pt"]
+        words = ["--resume", trained / "best.pt", "--json"]
         words += what.split()
         return project.train(own_data, tmp_path, words, on=on)
 

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def test_names_that_the_font_lacks(
     monkeypatch.setattr(pictures, "drawing", lambda _: contextlib.nullcontext(figure))
     pictures.draw_confusion(tmp_path, torch.eye(3).long(), names)
     ticks = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert ticks == list(found)
+    assert ticks == [f"{name} (1)" for name in found]
     figure.clear()
     image = torch.zeros(3, 8, 8, dtype=torch.uint8)
     target = torch.ones(8, 8, dtype=torch.uint8)
@@ -143,23 +144,25 @@ def test_files_of_a_run(
     others = tmp_path / "others"
     before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     out = run / "eval"
-    done = project.run(
-        "--data", data, "--output-dir", run, "--eval-only", on=1, draws=True
-    ).ok()
+    words = "--data", data, "--output-dir", run, "--eval-only", "--json"
+    done = project.run(words, on=1, draws=True).ok()
     said, numbers = done.out.splitlines()[-2:]
-    assert said == f"written to {out}: per_class.csv, confusion.png, worst.png"
+    written = "per_class.csv, confusion.png, worst.png, worst.csv"
+    assert said == f"written to {out}: {written}"
     assert (out / "per_class.csv").read_bytes() == before["per_class.csv"]
     assert before == {
         path.name: path.read_bytes() for path in run.iterdir() if path.is_file()
     }
     best = trained / "best.pt"
-    project.train(data, others, "--eval-only", "--resume", best, on=3, draws=True).ok()
+    words = "--eval-only", "--resume", best
+    done = project.train(data, others, words, on=3, draws=True).ok()
     others = others / "eval"
     assert (out / "per_class.csv").read_text() == (others / "per_class.csv").read_text()
     for name in "confusion.png", "worst.png":
         one = np.asarray(Image.open(out / name))
         other = np.asarray(Image.open(others / name))
         assert np.array_equal(one, other)
+    check_worst(out / "worst.csv", others / "worst.csv", data / "val")
     (row,) = rows(trained)
     found = json.loads(numbers)
     assert found.keys() >= {"val_loss", "miou"}
@@ -169,6 +172,43 @@ def test_files_of_a_run(
     assert len(classes) >= 2
     for name, each in classes.items():
         assert float(each["iou"]) == pytest.approx(float(row[f"iou_{name}"]), abs=1e-5)
+    check_printed(done.out, classes, found)
+
+
+def check_worst(one: Path, other: Path, val: Path) -> None:
+    """Files that exist, and what is in their masks, whatever the number of ranks."""
+    with open(one, newline="") as file, open(other, newline="") as other_file:
+        found = list(csv.DictReader(file))
+        others = list(csv.DictReader(other_file))
+    assert len(found) == len(others) == 12
+    losses = [float(row["loss"]) for row in found]
+    assert losses == sorted(losses, reverse=True)
+    for row, other_row in zip(found, others, strict=True):
+        assert float(row.pop("loss")) == pytest.approx(
+            float(other_row.pop("loss")), rel=1e-3
+        )
+        assert row == other_row
+        path = Path(row["path"])
+        assert path.parent == val / "images"
+        mask = np.asarray(Image.open(val / "masks" / f"{path.stem}.png"))
+        share = 100 * (mask == 1).sum() / (mask < 2).sum()
+        crack = re.search(r"crack ([\d.]+)%", row["label"])
+        assert float(crack[1] if crack else 0) == pytest.approx(share, rel=0.01)
+        assert row["prediction"]
+
+
+def check_printed(said: str, classes: dict, results: dict[str, float]) -> None:
+    """A table of the classes, their means, and the results that are not in it."""
+    lines = [line.split() for line in said.splitlines()]
+    at = lines.index(["class", "pixels", "precision", "recall", "f1", "iou"])
+    for line, (name, row) in zip(lines[at + 1 :], classes.items(), strict=False):
+        assert line[:2] == [name, f"{int(row['support']):,}"]
+        numbers = [row[measure] for measure in lines[at][2:]]
+        assert line[2:] == [f"{float(number):.4f}" for number in numbers]
+    last = lines[at + len(classes) + 1 :]
+    assert last[0][:2] == ["mean,", "sum"]
+    assert last[0][-1] == f"{results['miou']:.4f}"
+    assert last[1:] == [[name, f"{results[name]:.4f}"] for name in ("val_loss", "miou")]
 
 
 @pytest.mark.filterwarnings("error")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from generated import Project, both_tasks, rows, wait_for
+from generated import Project, both_tasks, refusal, rows, wait_for
 from PIL import Image
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
@@ -26,6 +26,7 @@ def test_output_files(project: Project, trained: Path) -> None:
         "metrics.csv",
         "args.json",
         "per_class.csv",
+        "worst.csv",
         "epochs",
     }
     assert torch.load(trained / "last.pt", weights_only=True)["epoch"] == 1
@@ -48,9 +49,10 @@ def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     # A mistake found before training begins costs nothing of the former run.
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     done = project.train(data, out, "--resume", "never", "--arch", "none", on=1)
-    done.refused("networks.explain_network", "none")
+    done.refused("networks.check_name", "--arch none")
     project.train(data, out, "--arch", "resnet34", on=1).refused(
-        "checkpoint.load_weights", "last.pt", "--arch resnet34 (was", "--output-dir"
+        *("checkpoint.load_weights", "last.pt", "builds: undo --arch resnet34 (was"),
+        *(f"--weights {out / 'best.pt'} --output-dir", ", ...) ["),
     )
     assert before == {
         path: path.read_bytes() for path in out.rglob("*") if path.is_file()
@@ -74,7 +76,7 @@ def test_resume_elsewhere_and_otherwise(
     )
     said = project.train(data, out, f"@{file}", on=1).ok().out
     assert "1 of 3 epochs done" in said
-    assert "--lr 0.002 (was None)" in said
+    assert "--lr 0.002 (was 0.001)" in said
     assert json.loads((out / "args.json").read_text())["flags"]["lr"] == 0.002
     _, second, third = rows(out)  # the first is the other folder's
     assert second["epoch"] == "2"
@@ -89,6 +91,39 @@ def test_resume_elsewhere_and_otherwise(
     said = project.train(data, out, f"@{file}", "--epochs", 4, on=1).ok().out
     assert f"{out / 'last.pt'}: 3 of 4 epochs done" in said
     assert [row["epoch"] for row in rows(out)] == ["1", "2", "3", "4"]
+
+
+@both_tasks
+def test_names_are_refused_before_data_are_read(
+    project: Project, tmp_path: Path
+) -> None:
+    """On all ranks, one line; there are no data, of which the line would be otherwise."""
+    missing = tmp_path / "none"
+    flags = [
+        ("--arch unett resnet8 timm/restnet10t", "networks.check_name"),
+        ("--augment color,cutmx", "augment.parse_augment"),
+        (f"--weights {missing}.pt", "pretrained.load_pretrained"),
+        ("--weights IMAGENET0", "pretrained.load_pretrained"),
+    ]
+    if project.task == "segmentation":
+        flags.append(("--encoder resnet19", "networks.check_name"))
+        flags.append(("--loss dise", "losses.init"))
+
+    def check() -> None:
+        import main
+        from flags import parse_args
+
+        for words, code in flags:
+            name, *values = words.split()
+            for value in values:
+                args = parse_args([name, value])
+                with refusal(code, f"{name} {value.split(',')[-1]}"):
+                    main.check_flags(args, args.weights)
+
+    project.here(check).ok()
+    done = project.train(missing, tmp_path / "out", "--arch", "unett")
+    done.refused("networks.check_name", "--arch unett")
+    assert done.statuses == [2, 2]
 
 
 def test_two_runs_in_one_folder(project: Project, few: Path, tmp_path: Path) -> None:
@@ -112,7 +147,14 @@ def test_images_of_different_sizes(
             image.crop((0, 0, 64 - 7 * (n % 3), 40 + 5 * (n % 2))).save(each)
     found = []
     for size, on in (1, 2), (23, 1):
-        words = ["--eval-only", "--resume", trained / "best.pt", "--batch-size", size]
+        words = [
+            "--eval-only",
+            "--json",
+            "--resume",
+            trained / "best.pt",
+            "--batch-size",
+            size,
+        ]
         done = project.train(own_data, tmp_path, words, on=on).ok()
         found.append(json.loads(done.out.splitlines()[-1]))
     assert found[0] == pytest.approx(found[1], rel=1e-4)
@@ -195,7 +237,7 @@ def test_trackers(project: Project, few: Path, tmp_path: Path, name: str) -> Non
         sys.modules[name] = None
 
     done = project.train(few, tmp_path / "other", "--tracker", name, patch=gone, on=1)
-    done.refused("reporting.find_tracker", f"pip install {name}")
+    done.refused("loop.check_tracker", f"pip install {name}")
 
 
 def test_its_own_tests(project: Project, tmp_path: Path) -> None:

@@ -85,7 +85,14 @@ def test_large_images_among_small_ones(
         assert masks[tile]["big"].shape == (260, 700)
         assert (masks[tile]["0000"] == masks[0]["0000"]).all()
         assert (masks[tile]["big"] != masks[0]["big"]).mean() < 0.05  # of noise
-        more = ["--resume", trained / "best.pt", "--eval-only", "--tile", tile]
+        more = [
+            "--resume",
+            trained / "best.pt",
+            "--eval-only",
+            "--json",
+            "--tile",
+            tile,
+        ]
         done = project.train(own, tmp_path / "eval", more, on=ranks).ok()
         losses.append(json.loads(done.out.splitlines()[-1])["val_loss"])
     assert losses[0] != pytest.approx(losses[1], rel=1e-9)  # in tiles

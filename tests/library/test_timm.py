@@ -66,9 +66,9 @@ def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     assert state["args"]["crop"] == config.crop_pct == 0.95
     net = timm.create_model("test_vit", num_classes=6, img_size=32)
     net.load_state_dict(state["model"])
-    said = train(whole, "--eval-only", on=1).ok().out
+    said = train(whole, "--eval-only --json", on=1).ok().out
     one = json.loads(said.splitlines()[-1])
-    said = train(whole, "--eval-only", on=3).ok().out
+    said = train(whole, "--eval-only --json", on=3).ok().out
     three = json.loads(said.splitlines()[-1])
     assert one == pytest.approx(three, rel=1e-6)
     more = "--checkpoint", whole / "best.pt", "--output", tmp_path / "p"

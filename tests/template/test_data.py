@@ -117,7 +117,7 @@ def test_five_channels(project: Project, tmp_path: Path) -> None:
     project.train(data, out, net, "--epochs", 2).ok()
     losses = [float(row["val_loss"]) for row in rows(out)]
     assert len(losses) == 2
-    only = project.train(data, out, net, "--eval-only").ok().out
+    only = project.train(data, out, net, "--eval-only", "--json").ok().out
     best = json.loads(only.strip().splitlines()[-1])["val_loss"]
     assert any(loss == pytest.approx(best) for loss in losses)
     words = [data / "val" / ("images" if is_dense else "")]

@@ -105,6 +105,11 @@ def test_a_debugging_session(
             assert rank.threads()[0] == f"rank {number}"
             assert len(rank.threads()) > 1  # else VS Code does not show its name
             assert rank.evaluate("ddpkit.rank()") == str(number)
+        held = debugger.held()[0]
+        typed = {"text": "torch.distributed.", "column": 19}
+        offered = held.ask("completions", {"frameId": held.frame["id"], **typed})
+        names = {target["label"] for target in offered["targets"]}
+        assert {"all_reduce", "reduce_op"} <= names  # without torch's warning of one
         for rank in debugger.go("next"):  # over DDP(model), which waits for all ranks
             assert rank.frame["line"] == line_of(main, AFTER_WRAP)
 
@@ -206,6 +211,41 @@ def test_one_process(own: Project, few: Path) -> None:
         assert worker.threads()[0] == "rank 0, worker 0"
         worker.disconnect()
         debugger.all_end()
+
+
+@pytest.mark.parametrize("name", [F5, "One process"])
+def test_a_wrong_flag(own: Project, name: str) -> None:
+    """It is said in one line before anything is imported, and all end without a key."""
+    model = own.folder / "model.py"
+    model.write_text("print('imports')\n" + model.read_text())
+    with debugging(own, ["--epochs=-3"], at=("main.py", LOOP), name=name) as debugger:
+        status = debugger.finish()
+        assert status == 2 or name == F5  # where torch's launcher is killed
+        assert status != 0
+        assert not generated.left(30)
+        debugger.wait(lambda: all(each.ended for each in debugger.sessions), "the end")
+        lines = debugger.text.split("\n")
+        error = "error: argument --epochs: -3 is not an integer of 1 or more"
+        assert [line.startswith(error) for line in lines].count(True) == 1
+        others = {line for line in lines if not line.startswith(error)}
+        assert others <= {"", "starting 2 rank(s) ..."}
+
+
+def test_torch_is_imported_unseen_by_the_debugger(own: Project) -> None:
+    """It would take twice as long. What follows, at the top of main.py, is seen."""
+    text = "import ddpkit\n\nddpkit.before_imports()\n"
+    text += "import torchmetrics\n\nafter = torchmetrics.inside\n"
+    (own.folder / "main.py").write_text(text)
+    (own.folder / "torchmetrics.py").write_text("inside = 1\n")
+    with Debugger(own.folder) as debugger:
+        for file, line in ("torchmetrics.py", 1), ("main.py", 6):
+            debugger.breakpoints[file] = [{"line": line}]
+        debugger.launch(configuration(own.folder, "One process"))
+        (session,) = debugger.stopped(1)
+        assert session.frame["source"]["path"] == str(own.folder / "main.py")
+        assert session.evaluate("torchmetrics.inside") == "1"
+        session.go()
+        assert debugger.finish() == 0
 
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["its own", "of ddpkit"])

@@ -145,3 +145,19 @@ def test_names_of_ddpkit() -> None:
     assert sorted(named) == sorted(ddpkit.DOOR)
     listed = (ROOT / "docs" / "api" / "index.md").read_text()
     assert sorted(re.findall(r"\[`(\w+)`\]", listed)) == sorted(ddpkit.DOOR)
+
+
+def test_list_of_pages() -> None:
+    """llms.txt, for assistants, has a line on each page, in the order of the site."""
+    lines = (ROOT / "docs" / "llms.txt").read_text().splitlines()
+    listed = [line for line in lines if line.startswith("- ")]
+    names = re.findall(
+        r"^ +- .*?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M
+    )
+    pages = [ROOT / "docs" / name for name in names]
+    assert {*pages} == {*(ROOT / "docs").rglob("*.md")}
+    assert len(listed) == len(pages)
+    for line, page in zip(listed, pages, strict=True):
+        title, url = re.match(r"- \[(.+)\]\((.+/)\): \S", line).groups()
+        assert page.read_text().startswith(f"# {title}\n")
+        assert destination(url, ROOT) == page, line

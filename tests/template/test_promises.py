@@ -35,10 +35,11 @@ FLAGS = {
     "TensorRT": "--fp16 --onnx --saveEngine",
     "uv": "--no-annotate --no-header --python-version --universal",
     "cookiecutter": "--no-input",
+    "pip": "--index-url",
     "pre-commit": "--all-files",
 }
 FILES = {
-    "images for an example": "1.jpg 2.jpg 3.jpg a.jpg image.jpg",
+    "images for an example": "0000.jpg 1.jpg 2.jpg 3.jpg a.jpg image.jpg",
     "a file that a diff of EDITS.md makes": "adversary.py",
     "timm": "train.py",
     "codes of errors": "folder.lock",
@@ -51,7 +52,6 @@ VARIABLES = {
     "SkyPilot": "MOUNT_CACHED SKYPILOT_NODE_IPS SKYPILOT_NODE_RANK",
     "Ray": "STRICT_SPREAD",
     "trackers": "MLFLOW_TRACKING_URI WANDB_MODE",
-    "placeholders": "IMAGE_OR_FOLDER",
     "the tests": "OF_THE_TASK TEST_SEED",
     "SLURM": "SLURM_ARRAY_TASK_ID",
 }

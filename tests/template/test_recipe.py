@@ -223,7 +223,7 @@ def test_killed_and_resumed(project: Project, few: Path, tmp_path: Path) -> None
     assert not torch.equal(last["model"][first], last["trained"][first])
     # The average is what is evaluated; with another one, or none, it would be another
     # network.
-    said = project.train(few, out, words, "--eval-only", on=1).ok().out
+    said = project.train(few, out, words, "--eval-only", "--json", on=1).ok().out
     expected = pytest.approx(float(rows(out)[best["epoch"] - 1]["val_loss"]), rel=1e-6)
     assert json.loads(said.splitlines()[-1])["val_loss"] == expected
     done = project.train(few, out, words, "--ema", 0)

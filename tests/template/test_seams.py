@@ -165,7 +165,7 @@ class Edited:
         return self.evaluate(more)
 
     def evaluate(self, *more: object) -> dict[str, float]:
-        said = self.run("whole", "--eval-only", more, ranks=1).ok().out
+        said = self.run("whole", "--eval-only", "--json", more, ranks=1).ok().out
         return json.loads(said.splitlines()[-1])
 
     def state(self, name: str = "whole/last.pt") -> dict:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -122,11 +123,57 @@ def test_three_questions(generate: Generate, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["project_slug=quote'\"; -dash", "task=detection"])
-def test_a_wrong_answer(generate: Generate, tmp_path: Path, answer: str) -> None:
+def test_a_wrong_answer(
+    generate: Generate, template: Path, tmp_path: Path, answer: str
+) -> None:
     done = generate(tmp_path, answer)
     assert done.returncode == 1
-    assert answer.split("=")[0] in done.stderr.splitlines()[-1]
+    line = done.stderr.splitlines()[-1]
+    assert answer.split("=")[0] in line
     assert list(tmp_path.iterdir()) == []
+    if answer.startswith("project_slug"):  # the answers are given back as a command
+        words = shlex.split(line.split("such as: ")[1])
+        assert words[0] == "cookiecutter"
+        assert words[1:2] + words[3:] == [
+            *(str(template), "project_name=My DDP Project", "task=classification"),
+            "project_slug=quote_-dash",
+        ]
+
+
+def test_git_add_after_a_day(generate: Generate, tmp_path: Path) -> None:
+    """What runs, commands, trackers and searches leave in a project is not for git."""
+    assert generate(tmp_path).returncode == 0
+    project = tmp_path / "my_ddp_project"
+
+    def listed() -> str:
+        words = ["git", "add", "--all", "--dry-run"]
+        return subprocess.run(words, cwd=project, capture_output=True, text=True).stdout
+
+    git("init", "--quiet", cwd=project, env={**os.environ})
+    before = listed()
+    assert "add 'main.py'" in before
+    for name in (
+        *("runs/a/best.pt", "published/best.pt", "published/README.md", "check.png"),
+        *("exported/best.onnx", "predictions/predictions.csv", "data/demo/classes.txt"),
+        *("mlflow.db", "mlruns/0/meta.yaml", "mlartifacts/a", "wandb/run-1/logs"),
+        *("study.db", "study.db-journal", "resnet18.pth", "weights/net.pt", "net.onnx"),
+        *(".venv/bin/python", "__pycache__/main.pyc", ".ipynb_checkpoints/a.ipynb"),
+    ):
+        path = project / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert listed() == before
+
+
+def test_launch_in_the_smallest_shell(generate: Generate, tmp_path: Path) -> None:
+    """`sh launch.sh` is dash on Debian."""
+    assert generate(tmp_path).returncode == 0
+    words = ["dash", "launch.sh", "--help"]
+    env = {**os.environ, "PYTHON": sys.executable}
+    options = {"cwd": tmp_path / "my_ddp_project", "env": env, "text": True}
+    done = subprocess.run(words, capture_output=True, **options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Usage: ")
 
 
 # Keys that VS Code's debug view, the Python debugger's package.json and VS Code's tasks

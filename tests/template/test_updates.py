@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from generated import TEMPLATE_FOLDER
+from generated import ROOT, TEMPLATE_FOLDER
 
 ADDRESS = "https://github.com/org/ddp-template"
 Env = dict[str, str]
@@ -27,9 +27,11 @@ def commit(repository: Path, env: Env) -> str:
     return git("rev-parse", "HEAD", cwd=repository, env=env).strip()
 
 
-def cruft(*args: object, cwd: Path, env: Env) -> None:
+def cruft(*args: object, cwd: Path, env: Env) -> str:
+    """Run it, and return what it has printed."""
     command = [sys.executable, "-m", "cruft", *args]
-    subprocess.run(command, cwd=cwd, env=env, check=True)
+    options = {"check": True, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.run(command, cwd=cwd, env=env, **options).stdout
 
 
 def cookiecutter(*args: object, cwd: Path, env: Env) -> Path:
@@ -71,7 +73,9 @@ def edit(project: Path, env: Env, **changes: tuple[str, str]) -> None:
 
 
 def update(project: Path, env: Env) -> None:
-    cruft("update", "--skip-apply-ask", cwd=project, env=env)
+    said = cruft("update", "--skip-apply-ask", cwd=project, env=env)
+    assert "has been updated" in said
+    assert "Next:" not in said  # which is for a new project
     git("diff", "--check", cwd=project, env=env)  # fails on conflict markers
     assert not list(project.rglob("*.rej"))
 
@@ -93,6 +97,19 @@ def test_from_github(repository: Repository, tmp_path: Path, account: str) -> No
     assert str(tmp_path) not in text
     assert "password" not in text
     cruft("check", cwd=project, env=repository[1])
+
+
+def test_next_steps_on_windows(
+    repository: Repository, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """There git makes a file of the link to the library, and there is no bash."""
+    _, env = repository
+    env = {**env, "GIT_CONFIG_KEY_2": "core.symlinks", "GIT_CONFIG_VALUE_2": "false"}
+    env |= {"GIT_CONFIG_COUNT": "3", "PYTHONPATH": str(ROOT / "tests/windows")}
+    project = cookiecutter("gh:org/ddp-template", cwd=tmp_path, env=env)
+    assert not (project / "ddpkit").exists()
+    assert "@ git+https://" in (project / "requirements.txt").read_text()
+    assert capfd.readouterr().out.endswith("  python -m ddpkit launch main.py\n")
 
 
 def test_update(repository: Repository, tmp_path: Path) -> None:
@@ -121,7 +138,7 @@ def test_cruft_file(repository: Repository, tmp_path: Path) -> None:
     origin, env = repository
     (tmp_path / "by_cruft").mkdir()
     words = ["create", origin, "--checkout", "main", "--no-input"]
-    cruft(*words, cwd=tmp_path / "by_cruft", env=env)
+    assert "Next:" in cruft(*words, cwd=tmp_path / "by_cruft", env=env)
     address = Path("origin") / origin.name  # a relative one
     project = cookiecutter(address, "--checkout", "main", cwd=tmp_path, env=env)
     assert cruft_file(project) == cruft_file(tmp_path / "by_cruft" / "my_ddp_project")

@@ -36,7 +36,7 @@ FOLDER = ROOT / "runs/sweep"
 
 def best_of(folder: Path) -> tuple[str, int]:
     """Return the metric that chooses best.pt, and -1 if lower ones are better."""
-    name, direction = json.loads((folder / "args.json").read_text())["best"]
+    name, direction = json.loads((folder / "args.json").read_text("utf-8"))["best"]
     return name, -1 if direction == "min" else 1
 
 
@@ -44,7 +44,7 @@ def scores(folder: Path) -> list[float]:
     """Return the metric of each epoch so far, with another sign if lower ones are better."""
     try:
         name, sign = best_of(folder)
-        with open(folder / "metrics.csv", newline="") as file:
+        with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
             return [sign * float(row[name]) for row in csv.DictReader(file)]
     except (FileNotFoundError, KeyError):  # it has only just begun
         return []
@@ -54,7 +54,10 @@ def run(study: optuna.Study, trial: optuna.Trial) -> None:
     folder = FOLDER / trial.user_attrs.get("folder", str(trial.number))
     flags = [f"{flag}={value}" for flag, value in trial.params.items()]
     print(f"trial {trial.number} in {folder}:", *flags, flush=True)
-    command = [str(ROOT / "launch.sh"), *sys.argv[1:], *flags, f"--output-dir={folder}"]
+    launch = [str(ROOT / "launch.sh")]
+    if os.name == "nt":  # Windows has no bash
+        launch = [sys.executable, "-m", "ddpkit", "launch", str(ROOT / "main.py")]
+    command = [*launch, *sys.argv[1:], *flags, f"--output-dir={folder}"]
     launcher = subprocess.Popen(command, env={"PYTHON": sys.executable, **os.environ})
     end, is_pruned, epoch = time.monotonic() + HOURS * 3600, False, 0
     try:

@@ -39,8 +39,9 @@ def is_debugged() -> bool:
 
 def launch(ranks: int, *flags: object) -> str:
     command: list[object] = [ROOT / "launch.sh", "--workers", 1]
-    # the debugger does not follow bash; there is no time-out at a breakpoint
-    if is_debugged():
+    # The debugger does not follow bash, and Windows has none; there is no time-out at a
+    # breakpoint.
+    if is_debugged() or os.name == "nt":
         command = [sys.executable, "-m", "ddpkit.launch"]
     env = {**os.environ, "NPROC": str(ranks), "PYTHON": sys.executable}
     words = [str(word) for word in (*command, *flags)]
@@ -96,7 +97,7 @@ def test_loader_workers_change_no_sample(data: Path) -> None:
 
 
 def test_metrics_are_the_same_on_any_number_of_ranks(run: Path, data: Path) -> None:
-    flags = ["--data", data, "--output-dir", run, "--eval-only"]
+    flags = ["--data", data, "--output-dir", run, "--eval-only", "--json"]
     one, three = (
         json.loads(launch(ranks, *flags).splitlines()[-1]) for ranks in (1, 3)
     )

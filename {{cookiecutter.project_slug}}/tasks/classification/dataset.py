@@ -11,6 +11,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode as Mode
 
 import ddpkit
+import distributed
 
 # ImageNet's. Images are uint8 until they are on the device, where main.py's loop gets
 # them normalised by these, unless DIR/data.json or the network of --arch timm/NAME has
@@ -108,7 +109,8 @@ def transform_batch(
     if mixes:
         images, targets = v2.RandomChoice(mixes)(images, targets)
         # which MixUp loses on GPUs
-        images = images.contiguous(memory_format=torch.channels_last)
+        layout = distributed.memory_layout(images.device)
+        images = images.contiguous(memory_format=layout)
     return images, targets
 
 

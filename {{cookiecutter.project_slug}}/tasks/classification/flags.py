@@ -29,7 +29,8 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add("--output-dir", type=Path, default=ROOT / "runs/default", metavar="DIR", help="checkpoints, metrics and plots")
     add("--fold", type=parser.fold, metavar="N/K", help="validate on part N of K of the training set instead of val, train on the others")
     add("--resume", default="auto", metavar="auto|never|PATH", help="auto: continue from last.pt; never: delete the run, start over; or a checkpoint")
-    add("--eval-only", nargs="?", const="val", choices=("val", "test"), help="evaluate best.pt, or --resume PATH, and print JSON; test: on DIR/test or DIR/test.csv")
+    add("--eval-only", nargs="?", const="val", choices=("val", "test"), help="evaluate best.pt, or --resume PATH, and print a table; test: on DIR/test or DIR/test.csv")
+    add("--json", action="store_true", help="with --eval-only: print one line of JSON in place of the table")
     add("--arch", default="resnet18", metavar="NAME", help="any classifier of torchvision, or timm/NAME of timm")
     add("--weights", default="auto", metavar="auto|none|NAME|FILE", help="start from published weights (by their name) or a .pt file; auto: the best, if they can be downloaded")
     add("--image-size", type=positive, default=224, metavar="PIXELS", help="side of the training images")
@@ -69,4 +70,11 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add("--deterministic", action="store_true", help="the same bits on GPUs; slower")
     parser.set_defaults(several_labels=False, crop=0.875)  # of the data and of the network
     args = parser.parse(argv, defaults)
-    return args if args.data or defaults else parser.parse(argv, DEMO)
+    if not args.data and not defaults:
+        args = parser.parse(argv, DEMO)
+    is_sgd = args.optimizer == "sgd"
+    if args.lr is None:
+        args.lr = 0.1 if is_sgd else 0.001
+    if args.weight_decay is None:
+        args.weight_decay = 0.0001 if is_sgd else 0.05
+    return args

@@ -11,12 +11,19 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 import ddpkit
+from dataset import AUGMENTATIONS, MIXES
 
 # The first of these that there is chooses best.pt. It may also be "val_loss", or, of
 # numbers that you work out yourself, say which are better: "cost", "min".
 BEST = "top1", "map"
 # of images' sides, if the network takes any multiples of it; None: --image-size
 STRIDE = None
+
+
+def check_flags(args: Namespace, pretrained: str | None) -> None:
+    """Refuse names that nothing has, before data are read; leave out those of your own."""
+    ddpkit.load_pretrained(None, pretrained, args.arch)
+    ddpkit.parse_augment(AUGMENTATIONS, args.augment, None, MIXES)
 
 
 def build_model(

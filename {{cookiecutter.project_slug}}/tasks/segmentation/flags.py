@@ -29,7 +29,8 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add("--output-dir", type=Path, default=ROOT / "runs/default", metavar="DIR", help="checkpoints, metrics and plots")
     add("--fold", type=parser.fold, metavar="N/K", help="validate on part N of K of the training set instead of val, train on the others")
     add("--resume", default="auto", metavar="auto|never|PATH", help="auto: continue from last.pt; never: delete the run, start over; or a checkpoint")
-    add("--eval-only", nargs="?", const="val", choices=("val", "test"), help="evaluate best.pt, or --resume PATH, and print JSON; test: on DIR/test or DIR/test.csv")
+    add("--eval-only", nargs="?", const="val", choices=("val", "test"), help="evaluate best.pt, or --resume PATH, and print a table; test: on DIR/test or DIR/test.csv")
+    add("--json", action="store_true", help="with --eval-only: print one line of JSON in place of the table")
     add("--arch", default="unet", metavar="NAME", help="decoder of segmentation-models-pytorch, or torchvision's, such as deeplabv3_resnet50")
     add("--encoder", default="resnet34", metavar="NAME", help="backbone that feeds the decoder")
     add("--weights", default="auto", metavar="auto|none|NAME|FILE", help="start from published weights (imagenet, DEFAULT) or a .pt file; auto: if they can be downloaded")
@@ -58,7 +59,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add("--label-smoothing", type=share, default=0.0, metavar="SHARE", help="of each label, divided among all classes")
     add("--class-weights", type=parser.class_weights, metavar="auto|A,B,...", help="of the classes in the loss; auto: from their shares of the labels")
     add("--augment", default="", metavar="NAME,...", help="of color, grey, rotation, vflip")
-    add("--cutmix", type=rate, default=0.0, metavar="ALPHA", help="paste a box of one image and mask into another, of a share from Beta(ALPHA, ALPHA)")
+    add("--cutmix", type=rate, default=0.0, metavar="ALPHA", help="paste a box of another image and mask, of a share from Beta(ALPHA, ALPHA)")
     add("--loss", default="ce", metavar="TERMS", help="ce, dice, focal, lovasz, or a sum such as ce+0.5*dice")
     add("--tta", action="store_true", help="evaluate and predict mirrored images, too, and take the mean")
     add("--tile", type=count, default=2048, metavar="PIXELS", help="predict larger images in overlapping tiles of that side; 0: whole")
@@ -70,4 +71,11 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add("--sync-bn", action="store_true", help="BatchNorm over the images of all ranks; on GPUs only")
     add("--deterministic", action="store_true", help="the same bits on GPUs; slower")
     args = parser.parse(argv, defaults)
-    return args if args.data or defaults else parser.parse(argv, DEMO)
+    if not args.data and not defaults:
+        args = parser.parse(argv, DEMO)
+    is_sgd = args.optimizer == "sgd"
+    if args.lr is None:
+        args.lr = 0.1 if is_sgd else 0.001
+    if args.weight_decay is None:
+        args.weight_decay = 0.0001 if is_sgd else 0.05
+    return args

@@ -14,12 +14,19 @@ from torchmetrics.classification import (
 )
 
 import ddpkit
-from dataset import STRIDE, VOID
+from dataset import AUGMENTATIONS, STRIDE, VOID
 from losses import Loss
 
 # It chooses best.pt. It may also be "val_loss", or, of numbers that you work out
 # yourself, say which are better: "cost", "min".
 BEST = "miou"
+
+
+def check_flags(args: Namespace, pretrained: str | None) -> None:
+    """Refuse names that nothing has, before data are read; leave out those of your own."""
+    ddpkit.load_pretrained(None, pretrained, args.arch, args.encoder)
+    ddpkit.parse_augment(AUGMENTATIONS, args.augment, None)
+    Loss(args.loss)
 
 
 def build_model(

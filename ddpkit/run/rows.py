@@ -1,0 +1,166 @@
+"""The rows of metrics.csv, one of each epoch, and how they are printed; without torch."""
+
+import contextlib
+import csv
+import io
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+Row = Mapping[str, float | str]
+
+# columns of those who tune a run: in metrics.csv, but neither printed nor drawn
+OF_TUNING = {
+    "epoch",
+    "step",
+    "lr",
+    "img_per_s",
+    "train_seconds",
+    "data_wait",
+    "peak_memory",
+}
+WIDTH = 100  # letters of a line
+LONGEST = 24  # of a column's name
+GAP = "  "
+
+
+def only_numbers(row: Row) -> dict[str, float]:
+    return {name: x for name, x in row.items() if isinstance(x, int | float)}
+
+
+def recorded_epochs(folder: Path) -> int:
+    path = folder / "metrics.csv"
+    return max(0, len(path.read_bytes().splitlines()) - 1) if path.exists() else 0
+
+
+def recorded_rows(folder: Path, epochs: float = math.inf) -> list[Row]:
+    """Return the rows of metrics.csv up to the epoch of that number, without empty cells.
+
+    Rows that cannot be read, as after a crash of the machine, are left out.
+    """
+    path = folder / "metrics.csv"
+    rows: list[Row] = []
+    if not path.exists():
+        return rows
+    text = path.read_bytes().replace(b"\0", b"").decode("utf-8-sig", "surrogateescape")
+    for cells in csv.DictReader(io.StringIO(text, newline=""), restval=""):
+        row = {name: as_number(cell) for name, cell in cells.items() if name and cell}
+        number = row.get("epoch")
+        if isinstance(number, int) and number <= epochs:
+            rows.append(row)
+    return rows
+
+
+def as_number(text: str) -> float | str:
+    """Return the number that a cell holds, as Python writes one, or else its text."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if str(value) == text:
+                return value
+    return text
+
+
+def best_row(rows: Sequence[Row], name: str, direction: object) -> Row | None:
+    """Return the first row with the best `name`; None if none has it. direction: max or min."""
+    found = [row for row in rows if not math.isnan(number_in(row, name))]
+    if direction == "min":
+        return min(found, key=lambda row: number_in(row, name), default=None)
+    return max(found, key=lambda row: number_in(row, name), default=None)
+
+
+def number_in(row: Row, name: str) -> float:
+    """Return the number of a column, NaN if there is none."""
+    value = row.get(name)
+    return value if isinstance(value, int | float) else math.nan
+
+
+def as_digits(value: float) -> str:
+    """Return `value` with four decimals, so that digits of equal weight lie below each other."""
+    if isinstance(value, int):
+        return str(value)
+    is_usual = value == 0 or 0.001 <= abs(value) < 10_000
+    return f"{value:.4f}" if is_usual or not math.isfinite(value) else f"{value:.2e}"
+
+
+def clip(text: str, letters: int = LONGEST) -> str:
+    # ? for what is no UTF-8 in a file name
+    text = text.encode("utf-8", "replace").decode()
+    if len(text) > letters:
+        text = text[: letters - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return text
+
+
+def clip_middle(path: str, letters: int = 40) -> str:
+    """Return a path without its middle, if it is long: the end is the name of the file."""
+    if len(path) > letters:
+        first = path[: letters // 3]
+        path = f"{first}\N{HORIZONTAL ELLIPSIS}{path[len(first) + 1 - letters :]}"
+    return clip(path, letters)
+
+
+def is_of_class(name: str, classes: Collection[str]) -> bool:
+    """Return whether a column, such as iou_crack, is that of a single class."""
+    return name.endswith(tuple(f"_{each}" for each in classes))
+
+
+def table_lines(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: names to the left, numbers, all but the first, to the right."""
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    lines = []
+    for row in [columns, *cells]:
+        words = [row[0].ljust(widths[0])]
+        for word, width in zip(row[1:], widths[1:], strict=True):
+            words.append(word.rjust(width))
+        lines.append(GAP.join(words).rstrip())
+    return lines
+
+
+class EpochLines:
+    """The lines of the epochs, in columns below a header, at most WIDTH letters wide.
+
+    epochs: how many there will be. classes: their columns are shown if all of them fit.
+    """
+
+    def __init__(self, epochs: int, classes: Collection[str]) -> None:
+        self.epochs = epochs
+        self.classes = classes
+        self.header = ""
+
+    def of_row(
+        self, row: Row, left: str, best: str = "", is_best: bool = False
+    ) -> list[str]:
+        """Return the line of a row, below the header if that is the first, or another one.
+
+        left: the time. best: the column by which best.pt is chosen.
+        """
+        numbers = only_numbers(row)
+        first = f"epoch {row['epoch']}/{self.epochs}"
+        width = len(f"epoch {self.epochs}/{self.epochs}")
+        columns = [" " * width]
+        words = [first.ljust(width)]
+        for name in self.fitting(numbers, best, width):
+            title = clip(name)
+            digits = as_digits(numbers[name])
+            columns.append(title.rjust(8))
+            words.append(digits.rjust(max(8, len(title))))
+        header = GAP.join([*columns, "left".rjust(8)])
+        found = [header] if header != self.header else []
+        self.header = header
+        mark = f"{GAP}best" if is_best else ""
+        return [*found, GAP.join([*words, left.rjust(8)]) + mark]
+
+    def fitting(self, names: Collection[str], best: str, width: int) -> list[str]:
+        """Return the columns that fit: losses, `best`, others, and at last those of classes."""
+        shown = [name for name in names if name not in OF_TUNING]
+        of_class = [name for name in shown if is_of_class(name, self.classes)]
+        others = [name for name in shown if name not in of_class or name == best]
+        others.sort(key=lambda name: (not name.endswith("loss"), name != best))
+        room = WIDTH - width - len("  00:00:00  best")
+        found: list[str] = []
+        for group in [*([name] for name in others), of_class]:
+            needed = sum(len(GAP) + max(8, len(clip(name))) for name in group)
+            if needed <= room:
+                found += group
+                room -= needed
+        return found

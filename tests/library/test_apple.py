@@ -1,0 +1,82 @@
+"""The project on a GPU that lacks what Apple's lacks; fakeapple/device.cpp says what."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from generated import ROOT
+
+from ddpkit.ranks import environment
+
+SOURCES = ROOT / "tests/fakeapple"
+
+
+def build(source: Path) -> Path:
+    """Compile it, which takes ten seconds, if that was not done before for this torch."""
+    known = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()
+    folder = Path(tempfile.gettempdir(), f"ddp-template-fakeapple-{os.getuid()}")
+    folder.mkdir(0o700, exist_ok=True)
+    built = folder / f"{known[:16]}.so"
+    if not built.exists():
+        own = folder / str(os.getpid())
+        torchs = Path(torch.__file__).parent
+        command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", source, "-o", own]
+        command += [f"-I{torchs}/include", f"-L{torchs}/lib", "-ltorch_cpu", "-lc10"]
+        subprocess.run(command, check=True)
+        own.rename(built)
+    return built
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+def test_on_apple(monkeypatch):
+    """The tests of on_apple.py pass in a pytest whose forks have that GPU."""
+    monkeypatch.setenv("FAKE_APPLE", str(build(SOURCES / "device.cpp")))
+    monkeypatch.setenv("FAKE_GPUS", "0")  # for ranks.py to hide none
+    monkeypatch.setenv("PYTHONPATH", f"{SOURCES}:{os.environ.get('PYTHONPATH', '')}")
+    for name in "CUDA_VISIBLE_DEVICES", "PYTEST_XDIST_WORKER":
+        monkeypatch.delenv(name, raising=False)
+    tests = Path(__file__).with_name("on_apple.py")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", tests]
+    done = subprocess.run([*command, "--durations=0"], text=True, capture_output=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("system", "visible", "ranks"),
+    [
+        (("darwin", "arm64"), None, 1),
+        (("darwin", "arm64"), "-1", 2),
+        (("darwin", "arm64"), "", 2),
+        (("darwin", "x86_64"), None, 2),
+    ],
+)
+def test_ranks_of_launch_sh_on_a_mac(system, visible, ranks, monkeypatch, tmp_path):
+    """One on Apple's GPU, and as elsewhere two on the CPU; torch is not asked."""
+    monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path)})
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    monkeypatch.setattr(sys, "platform", system[0])
+    monkeypatch.setattr(environment.platform, "machine", lambda: system[1])
+    monkeypatch.setattr(environment, "GPU_FILES", [])
+    assert environment.read_nodes().ranks == ranks
+
+
+def test_ranks_of_launch_sh_on_intels_gpus(monkeypatch, tmp_path):
+    """As many as torch, if it is built for them, shows: ZE_AFFINITY_MASK counts."""
+    monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path)})
+    monkeypatch.setattr(environment, "GPU_FILES", [])
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    assert environment.read_nodes().ranks == 2
+    package = tmp_path / "torch"
+    (package / "lib").mkdir(parents=True)
+    (package / "lib/libc10_xpu.so").touch()
+    found = type("Spec", (), {"origin": str(package / "__init__.py")})
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda _: found)
+    assert environment.read_nodes().ranks == 3
