@@ -42,7 +42,7 @@ def demo_classes(folder: Path | None = None, train: int = 1260, val: int = 300) 
     return _draw(folder, train, val, save_pattern)
 
 
-def demo_masks(folder: Path | None = None, train: int = 400, val: int = 120) -> Path:
+def demo_masks(folder: Path | None = None, train: int = 400, val: int = 100) -> Path:
     """Draw thin dark cracks in concrete, with their masks; return the folder.
 
     As `demo_classes`, but {train,val}/images/*.jpg, {train,val}/masks/*.png and classes.txt.
@@ -167,7 +167,7 @@ def draw_cracks(rng: random.Random) -> tuple[Image.Image, Image.Image]:
     for _ in range(rng.choice((0, 1, 1, 1, 2))):  # some images have none
         draw_crack(pen, rng)
     share = shrink(canvas) / 255  # of each pixel
-    depth = rng.uniform(55, 95)
+    depth = rng.uniform(35, 90)
     lit = (np.roll(share, (1, 1), (0, 1)) - share).clip(0)  # the edge towards the light
     pixels = ground - depth * share + depth / 4 * lit
     tint = np.array([rng.uniform(1, 1.08), 1, rng.uniform(0.88, 1.02)])
