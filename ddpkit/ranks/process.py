@@ -445,6 +445,7 @@ def adapt_debugger() -> None:
         schema = sys.modules["_pydevd_bundle._debug_adapter.pydevd_schema"]
         filtering = sys.modules["_pydevd_bundle.pydevd_filtering"]
         lifecycle = sys.modules["_pydevd_bundle.pydevd_thread_lifecycle"]
+        resume = lifecycle.resume_threads
         debugger = sys.modules["pydevd"].get_global_debugger()
         over_ddpkit = [filtering.ExcludeFilter("ddpkit", True, is_path=False)]
         describe = schema.StoppedEventBody.__init__
@@ -452,7 +453,7 @@ def adapt_debugger() -> None:
         asked_at = _time_of(request)
 
         def describe_with_name(
-            body: Any, reason: str, description: str | None = None, **rest: Any
+            body: object, reason: str, description: str | None = None, **rest: object
         ) -> None:
             name = threading.main_thread().name
             describe(body, reason, f"{name}: {description or reason}", **rest)
@@ -466,7 +467,7 @@ def adapt_debugger() -> None:
             before = asked_at
             asked_at = _time_of(request)
             if asked_at > before:
-                lifecycle.resume_threads("*")
+                resume("*")
 
         follow_person([])
         schema.StoppedEventBody.__init__ = describe_with_name
