@@ -1,7 +1,9 @@
 """The process group of all ranks, and its collectives, which work in a group of one, too."""
 
 import contextlib
+import importlib.util
 import itertools
+import json
 import math
 import os
 import sys
@@ -9,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -295,9 +298,14 @@ def all_arrive(name: str, seconds: float) -> bool:
 
 
 def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
-    """If this rank is one of `ranks`, wait for a debugger at port + rank."""
+    """If this rank is one of `ranks`, wait for a debugger at port + rank; -1 stands for all.
+
+    A run that was started in a terminal of VS Code has it attach by itself, and ends with it.
+    """
     if not ranks:
         return
+    if ranks[0] < 0:
+        ranks = range(world_size())
     if ranks[-1] >= world_size():
         raise UserError(
             f"--debug-rank {ranks[-1]}: ranks go from 0 to {world_size() - 1}"
@@ -308,6 +316,9 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
         return
     host = "127.0.0.1"
     port += rank()
+    bundled = os.environ.get("BUNDLED_DEBUGPY_PATH")  # in VS Code's terminals
+    if bundled and not importlib.util.find_spec("debugpy"):
+        sys.path.append(os.path.dirname(bundled))
     try:
         import debugpy
 
@@ -320,7 +331,22 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
     line = f"rank {rank()} on {environment.node()} waits for a debugger: host {host}, port {port}"
     print_line(line, sys.stderr)
     threading.main_thread().name = f"rank {rank()}"
-    debugpy.wait_for_client()
+    endpoint = Path(os.environ.get("VSCODE_DEBUGPY_ADAPTER_ENDPOINTS", ""))
+    # It looks at its own machine only, and attaches to one rank at a time.
+    by_editor = endpoint.parent.is_dir() and not environment.has_other_nodes()
+    if endpoint.name and by_editor:
+        before = [number for number in ranks if number < rank()]
+        await_keys([protocol.DEBUGGED.format(number) for number in before], math.inf)
+        endpoint.write_text(json.dumps({"client": {"host": host, "port": port}}))
+        debugpy.wait_for_client()
+        endpoint.unlink(missing_ok=True)
+        # Sooner it may not notice that this is another file.
+        time.sleep(1)
+        store().set(protocol.DEBUGGED.format(rank()), "")
+        process.follow_debugger()
+    else:
+        debugpy.wait_for_client()
+        process.adapt_debugger()
 
 
 @contextlib.contextmanager

@@ -208,7 +208,7 @@ def install_handlers() -> None:
     if by_plain_torchrun() and os.environ["RANK"] == "0" and "--help" not in sys.argv:
         print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)
     if is_debugged():
-        _follow_debugger()
+        follow_debugger()
 
 
 def be_quiet() -> None:
@@ -451,8 +451,9 @@ def start_worker(number: int) -> None:
             Watch().add_duty(interrupt_rank)
 
 
-def _follow_debugger() -> None:
+def follow_debugger() -> None:
     """End all ranks with this one's debugger (VS Code's Stop means one process) or on Ctrl-C."""
+    adapt_debugger()
     os.environ[DEBUGGED_LAUNCHER] = str(os.getppid()) if by_torchrun() else ""
     sys.breakpointhook = stop_in_debugger
     # What completion in the debug console has torch say
@@ -475,6 +476,51 @@ def _follow_debugger() -> None:
 
     watch.add_duty(duty)
     signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
+
+
+def adapt_debugger() -> None:
+    """Have the debugger name the rank where it stops, go over ddpkit, and continue when asked.
+
+    VS Code cuts off which process a row is of; beside it stands the description of the stop.
+    """
+    with contextlib.suppress(AttributeError, KeyError):  # its own names may change
+        schema = sys.modules["_pydevd_bundle._debug_adapter.pydevd_schema"]
+        filtering = sys.modules["_pydevd_bundle.pydevd_filtering"]
+        lifecycle = sys.modules["_pydevd_bundle.pydevd_thread_lifecycle"]
+        resume = lifecycle.resume_threads
+        debugger = sys.modules["pydevd"].get_global_debugger()
+        over_ddpkit = [filtering.ExcludeFilter("ddpkit", True, is_path=False)]
+        describe = schema.StoppedEventBody.__init__
+        request = project() / protocol.CONTINUE
+        asked_at = _time_of(request)
+
+        def describe_with_name(
+            body: object, reason: str, description: str | None = None, **rest: object
+        ) -> None:
+            name = threading.main_thread().name
+            describe(body, reason, f"{name}: {description or reason}", **rest)
+
+        def follow_person(_: list[int]) -> None:
+            nonlocal asked_at
+            # unless justMyCode is false, or launch.json has rules of its own
+            has_rules = debugger.get_require_module_for_filters()
+            if debugger.get_use_libraries_filter() and not has_rules:
+                debugger.set_exclude_filters(over_ddpkit)
+            before = asked_at
+            asked_at = _time_of(request)
+            if asked_at > before:
+                resume("*")
+
+        follow_person([])
+        schema.StoppedEventBody.__init__ = describe_with_name
+        watch.add_duty(follow_person)
+
+
+def _time_of(path: Path) -> float:
+    """Return when a file was last written; 0 if it is not there."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def stop_in_debugger(frame: FrameType | None = None) -> None:

@@ -66,6 +66,8 @@ ASKED = "where/{}"
 PLACE = "where/{}/{}"  # the n-th answer of a rank (that rank; who asks)
 # "<node> <process_space()> <process id>" (that rank; who has to name it)
 PROCESS = "process/{}"
+# a debugger is attached (that rank; those that VS Code attaches to next)
+DEBUGGED = "debugged/{}"
 ARRIVED = "arrived/{}"  # how many ranks are at a point with a name (each; the last)
 ALL_ARRIVED = "arrived/{}/all"  # all are (the last; all)
 
@@ -82,6 +84,9 @@ JOB = "DDP_JOB"
 # with F5: the process id of torchrun, or nothing
 DEBUGGED_LAUNCHER = "DDP_DEBUGGED_LAUNCHER"
 THREADS = "DDP_THREADS"  # launch.sh has set OMP_NUM_THREADS, nobody else
+
+# A file in the project: a person asks all ranks that a debugger holds to continue.
+CONTINUE = "runs/.continue"
 
 # Files in the output folder
 QUESTION = ".where"  # a person asks where all ranks are

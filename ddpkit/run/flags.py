@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from ddpkit.errors import UserError, suggest
 
 NOBODY: tuple[list[int], int] = ([], 5678)  # waits for a debugger; the port of rank 0
+ALL_RANKS = -1  # in place of a list
 
 # What other programs call a flag, and what ours is called
 SYNONYMS = {
@@ -105,8 +106,12 @@ class Parser(argparse.ArgumentParser):
             add = self.add_argument_group("ranks").add_argument
             add("--dist-timeout", metavar="SECONDS", type=self.at_least(1, float), default=600.0,
                 help="how long a rank waits for the others; a week while debugging")  # fmt: skip
-            add("--debug-rank", metavar="R[,R...][:PORT]", type=ranks, default=NOBODY,
-                help="ranks that wait for a debugger, rank R at PORT + R, 5678 + R")  # fmt: skip
+            names = ["--debug", "--debug-rank"]
+            # Projects may have a --debug of their own.
+            names = [name for name in names if name not in self._option_string_actions]
+            add(*names, dest="debug_rank", metavar="R[,R...][:PORT]", nargs="?", type=ranks,
+                const="all", default=NOBODY,
+                help="ranks that await a debugger, or all of them, R at port 5678 + R")  # fmt: skip
             add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
         defaults = defaults or {}
         self.set_defaults(**defaults)
@@ -220,13 +225,15 @@ def at_home(text: Any) -> Any:
 
 
 def ranks(text: str) -> tuple[list[int], int]:
-    """Convert 0,3 or 0,3:5678 to ranks and the port of rank 0."""
+    """Convert all, 0,3 or 0,3:5678 to ranks and the port of rank 0."""
     some, _, port = text.partition(":")
     port = port or str(NOBODY[1])
-    numbers = some.split(",")
+    numbers = ["0"] if some == "all" else some.split(",")
     are_numbers = all(each.isdecimal() for each in [port, *numbers])
     if not are_numbers or not 0 < int(port) < 2**16:
         raise ArgumentTypeError(
             f"{text} is not a rank or a list of ranks, such as 0,3 or 0,3:5678"
         )
+    if some == "all":
+        return [ALL_RANKS], int(port)
     return sorted({int(each) for each in numbers}), int(port)

@@ -85,6 +85,8 @@ class Reporter:
         self.epoch = epoch
         self.first_epoch = epoch + 1  # of those to be recorded, from 1
         self.active = distributed.is_rank_zero() and active
+        if distributed.any_debugged():
+            tqdm.monitor_interval = 0  # its thread would be one more row in each rank
         self.bar = tqdm(disable=True)
         self.lines = EpochLines(epochs, classes)
         self.steps = StepLog(self.folder, self.device, log_every, step, self.active)

@@ -1,5 +1,6 @@
 """F5, as VS Code does it: every launch configuration, every way to stop, attaching to a rank."""
 
+import json
 import re
 import shlex
 import shutil
@@ -315,6 +316,45 @@ def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path) ->
         assert debugger.finish() == 0
         debugger.all_end()
     assert any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_a_run_joins_the_debugger_of_its_terminal(
+    own: Project, few: Path, tmp_path: Path
+) -> None:
+    """--debug in a terminal of VS Code, whose extension attaches to what a file of it names."""
+    endpoint = tmp_path / "endpoints" / "endpoint.txt"
+    endpoint.parent.mkdir()
+    flags = own.flags(few, tmp_path, "--image-size", 32, "--dist-timeout", 1)
+    flags += ["--debug", f"all:{free_port(2)}"]
+    env = {"VSCODE_DEBUGPY_ADAPTER_ENDPOINTS": str(endpoint)}
+    with Debugger(own.folder) as debugger:
+        debugger.set("main.py", LOOP)
+        run = own.launch(flags, **env)
+        for _ in range(2):
+            wait_for(endpoint.exists)
+            time.sleep(1)  # longer than --dist-timeout
+            connect = json.loads(endpoint.read_text())["client"]
+            debugger.attach({"connect": connect, "justMyCode": True})
+            wait_for(lambda: not endpoint.exists())
+        for number, rank in enumerate(debugger.stopped()):
+            assert rank.stop["description"] == f"rank {number}: breakpoint"
+            assert rank.threads() == [f"rank {number}", "watch"]
+        main = own.folder / "main.py"
+        for rank in debugger.go("stepIn"):  # over what is the library's
+            assert rank.frame["line"] == line_of(main, "scaler.scale(loss).backward()")
+
+        ask = task(own.folder, "continue all ranks")
+        debugger.set("main.py", "scheduler.step()")
+        held = debugger.held()
+        subprocess.run([ask["command"], *ask["args"]], cwd=own.folder, check=True)
+        debugger.wait(
+            lambda: not any(rank.stop["reason"] == "step" for rank in debugger.held()),
+            "both continue",
+        )
+        assert set(debugger.stopped()) == set(held)
+        held[1].disconnect()  # Stop, of one rank
+        debugger.wait(lambda: all(rank.ended for rank in held), "both end")
+        assert run.end().left == []
 
 
 @pytest.mark.soak

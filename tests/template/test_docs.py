@@ -65,7 +65,7 @@ def flags_of(script: str, task: str) -> set[str]:
         "ddpkit where": (kit / "__main__.py",),
     }.get(script) or (kit / "tools" / f"{script.split()[-1]}.py",)
     text = "\n".join(file.read_text() for file in files)
-    return {"--help", *FLAG.findall(text)}
+    return {"--help", "--debug", "--debug-rank", *FLAG.findall(text)}
 
 
 def commands(text: str) -> Iterator[tuple[str, str, list[str]]]:

@@ -142,7 +142,8 @@ def test_f5(own: Installed, few: Path, steps_in: bool) -> None:
     """F11 steps over the installed library, or into it; test_debug.py has a copied one."""
     flags = shlex.join(map(str, own.flags(few, "runs/debug")))
     config = configuration(own.folder, F5, flags=flags, processes="1")
-    config["rules"][0]["include"] = steps_in
+    if steps_in:
+        config["rules"] = [{"module": "ddpkit", "include": True}]
     with Debugger(own.folder) as debugger:
         debugger.set("main.py", " loss = ")
         debugger.launch({**config, "python": [str(own.python)]})

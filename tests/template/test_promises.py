@@ -95,7 +95,7 @@ def unknown(
 def test_flags() -> None:
     added = r'add(?:_argument)?\(\s*"(--[a-z0-9-]+)"'  # also by diffs of EDITS.md
     text = "\n".join([CODE, *DOCUMENTS.values()])
-    known = {"--help", "--local-rank", "--local_rank"}
+    known = {"--help", "--local-rank", "--local_rank", "--debug", "--debug-rank"}
     known.update(re.findall(added, text), re.findall(r"(--[a-z-]+)\)", SHELL))
     assert unknown(r"(?<![\w-])--[a-z][A-Za-z0-9_-]*", known, FLAGS) == []
 
