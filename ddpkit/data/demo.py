@@ -24,7 +24,7 @@ SIDE = 128  # pixels; all images are square
 FINE = 4  # cracks are drawn so much larger, then reduced: smooth edges
 
 
-def demo_classes(folder: Path | None = None, train: int = 1260, val: int = 300) -> Path:
+def demo_classes(folder: Path | None = None, train: int = 1680, val: int = 300) -> Path:
     """Draw six patterns in any colours, size, turn and light; return the folder.
 
     folder: to make, data/demo in the project by default, as one's own data would be: {train,val}/
@@ -88,15 +88,17 @@ def draw_pattern(name: str, rng: random.Random) -> Image.Image:
     rows = steps[:, None]
     # coordinates of the pattern: turned, scaled and moved
     turn = rng.uniform(0, 2 * math.pi)
-    scale = rng.uniform(8, 16)
+    scale = rng.uniform(10, 18)
     u = scale * (math.cos(turn) * steps + math.sin(turn) * rows) + rng.uniform(0, 9)
     v = scale * (math.cos(turn) * rows - math.sin(turn) * steps) + rng.uniform(0, 9)
     # the share of the second colour in each pixel
     share = pattern(name, u, v).reshape(SIDE, 2, SIDE, 2).mean((1, 3)) / 2 + 0.5
 
+    # the second is the lighter one
     first = draw_colour(rng)
     second = draw_colour(rng)
-    while abs(first.mean() - second.mean()) < 35:  # which one cannot tell apart
+    while second.mean() < first.mean() + 35:
+        first = draw_colour(rng)
         second = draw_colour(rng)
     pixels = first + (second - first) * share[..., None]
     light = 1 + draw_light(rng, 0.3) + rng.uniform(0.02, 0.08) * clouds(noise, 4, 8, 16)
@@ -123,7 +125,7 @@ def pattern(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
 def draw_colour(rng: random.Random) -> np.ndarray:
     """Return (3,) RGB, 0 to 255: any hue, neither dark nor glaring."""
     rgb = colorsys.hsv_to_rgb(
-        rng.random(), rng.uniform(0.1, 0.7), rng.uniform(0.35, 0.85)
+        rng.random(), rng.uniform(0.1, 0.6), rng.uniform(0.35, 0.85)
     )
     return 255 * np.array(rgb)
 
