@@ -114,9 +114,19 @@ def test_what_to_edit(task: str) -> None:
             assert re.search(defined, path.read_text(), re.M), name
 
 
+def test_the_step_of_the_readme() -> None:
+    """What it shows of main.py stands there, line by line, in this order."""
+    (shown,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    lines = iter((TEMPLATE / "main.py").read_text().splitlines())
+    for line in shown.splitlines():
+        assert any(line == other.removeprefix("    ") for other in lines), line
+
+
 def test_length() -> None:
     """Of what people read first."""
-    assert (ROOT / "README.md").read_text().count("\n") <= 120
+    assert (ROOT / "README.md").read_text().count("\n") <= 160
     assert (TEMPLATE / "README.md").read_text().count("\n") <= 200
     assert all(rendered("README.md", task).count("\n") <= 200 for task in TASKS)
 

@@ -8,9 +8,10 @@ import ddpkit
 
 ROOT = Path(__file__).resolve().parent
 DEMO = {
-    "image_size": 64,
+    "encoder": "resnet18",
+    "image_size": 128,
     "epochs": 2,
-    "batch_size": 20,
+    "batch_size": 8,
     "weights": "none",
 }  # defaults without --data
 
