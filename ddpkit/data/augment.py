@@ -49,8 +49,8 @@ class Crop:
 class RandomResizedCrop(Crop):
     """torchvision's v2.RandomResizedCrop, which reads only that part of an image file, in its size.
 
-    size: the side of the result. scale: the range of the part's share of the image. ratio: that of
-    its width / height.
+    size: the side of the result. scale: the range of the part's share of the image; (1, 1): all of
+    it, squeezed to a square. ratio: that of its width / height.
 
         v2.Compose([ddpkit.RandomResizedCrop(224, scale=(0.25, 1)), v2.RandomHorizontalFlip()])
     """
@@ -67,6 +67,8 @@ class RandomResizedCrop(Crop):
 
     def place(self, height: int, width: int) -> Box:
         low, high = self.scale
+        if low == 1:
+            return 0, 0, height, width
         narrow, wide = self.ratio
         for _ in range(TRIES):
             share, shape, down, right = torch.rand(4).tolist()
@@ -117,16 +119,20 @@ class RandomScaleCrop(Crop):
 class ResizedCenterCrop(Crop):
     """The middle of an image: `crop`, as a share of the shorter side, resized to `size`.
 
+    None: the whole image, squeezed to a square.
+
     As v2.Resize(size / crop) and v2.CenterCrop(size), but reads only that part.
 
         v2.Compose([ddpkit.ResizedCenterCrop(224, crop=0.875)])
     """
 
-    def __init__(self, size: int, crop: float = 0.875) -> None:
+    def __init__(self, size: int, crop: float | None = 0.875) -> None:
         super().__init__(size)
         self.crop = crop
 
     def place(self, height: int, width: int) -> Box:
+        if not self.crop:
+            return 0, 0, height, width
         side = round(self.crop * min(height, width))
         return (height - side) // 2, (width - side) // 2, side, side
 

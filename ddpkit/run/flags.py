@@ -128,11 +128,14 @@ class Parser(argparse.ArgumentParser):
 
     @staticmethod
     def at_least(
-        low: float, kind: type[int] | type[float] = int, below: float = math.inf
+        low: float,
+        kind: type[int] | type[float] = int,
+        below: float = math.inf,
+        most: float = math.inf,
     ) -> Callable[[str], float]:
-        """Return an argparse type: a finite number of `low` or more, and less than `below`.
+        """Return an argparse type: a finite number of `low` or more.
 
-        kind: int or float.
+        It is less than `below`, and at most `most`. kind: int or float.
 
             parser.add_argument("--dropout", type=parser.at_least(0, float, below=1))
         """
@@ -140,10 +143,12 @@ class Parser(argparse.ArgumentParser):
         def convert(text: str) -> float:
             with contextlib.suppress(ValueError):
                 value = kind(text)
-                if low <= value < below:
+                if low <= value < below and value <= most:
                     return value
             name = "an integer" if kind is int else "a number"
             end = "" if below == math.inf else f" and less than {below:g}"
+            if most < math.inf:
+                end = f" and at most {most:g}"
             raise ArgumentTypeError(f"{text} is not {name} of {low} or more{end}")
 
         return convert

@@ -131,8 +131,8 @@ def find_published(arch: str, encoder: str, options: dict) -> dict[str, Fetch]:
     repositories: dict[str, str | None] = {}
     if encoder.startswith("tu-"):  # of timm: its tag, if any, says which weights
         name = encoder.removeprefix("tu-")
-        own = timm.get_pretrained_cfg(name) if timm.is_model_pretrained(name) else None
-        if own:
+        own = timm.get_pretrained_cfg(name)
+        if own and timm.is_model_pretrained(name):
             repositories["imagenet"] = own.hf_hub_id
     else:
         about = smp.encoders.encoders.get(encoder, {})
@@ -141,8 +141,16 @@ def find_published(arch: str, encoder: str, options: dict) -> dict[str, Fetch]:
     found: dict[str, Fetch] = {}
     for name in sorted(repositories, key=lambda name: name != "imagenet"):
         build = partial(smp.encoders.get_encoder, encoder, weights=name)
+        if arch == "dpt":  # alone takes encoders whose maps have one size
+            build = partial(build_dpt_encoder, encoder, name)
         found[name] = partial(fetch, repositories[name], build, "encoder.")
     return found
+
+
+def build_dpt_encoder(encoder: str, weights: str) -> nn.Module:
+    import segmentation_models_pytorch as smp
+
+    return smp.DPT(encoder_name=encoder, encoder_weights=weights).encoder
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "size": None if stride else list(batches[0].shape[2:]),  # None: any
         "multiple_of": stride,
         "arch": used.get("arch"),
-        "crop": used.get("crop"),  # a share of the shorter side
+        "crop": used.get("crop"),  # a share of the shorter side; None: the whole image
         "channels": format.channels,  # None: uint8 RGB; else float32, 0 to 1
         "value_range": format.value_range,
         "mean": mean,

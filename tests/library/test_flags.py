@@ -41,6 +41,15 @@ def test_numbers(low, kind, text, value):
         assert type(found) is kind
 
 
+def test_numbers_up_to_a_limit() -> None:
+    share = flags.Parser.at_least(0.01, float, most=1)
+    assert share("1") == 1
+    assert share("0.01") == 0.01
+    for text in "1.001", "0.009", "nan", "inf":
+        with pytest.raises(ArgumentTypeError, match=f"{text} .* at most 1"):
+            share(text)
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -20,7 +20,7 @@ import torchvision
 from generated import Done, Project, both_tasks
 from ports import free_port
 from ranks import on_ranks
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ddpkit
 from ddpkit.ranks import distributed
@@ -36,6 +36,8 @@ NETWORK = {
     "classification": "--arch shufflenet_v2_x0_5",
     "segmentation": "--arch pspnet --encoder mobilenet_v2",
     "timm": "--arch timm/test_vit",
+    "dinov3": "--arch timm/vit_small_patch16_dinov3",
+    "dpt": "--image-size 64 --arch dpt --encoder tu-vit_small_patch16_dinov3",
 }
 INITIAL = """
 import ddpkit, distributed, model, sys, torch
@@ -168,6 +170,8 @@ def downloads(
     torch.manual_seed(7)
     if kind == "timm":
         net = timm.create_model("test_vit")
+    elif kind in ("dinov3", "dpt"):  # has no last layer
+        net = timm.create_model("vit_small_patch16_dinov3", num_classes=0)
     elif kind == "classification":
         net = torchvision.models.get_model("shufflenet_v2_x0_5", num_classes=1000)
         torch.save(net.state_dict(), folder / "whole")
@@ -239,6 +243,37 @@ def test_timms_weights(downloads: Downloads) -> None:
     done, begun = downloads.build()
     assert "download failed (" in done.ok().out
     assert same(begun)
+
+
+@pytest.mark.parametrize(
+    ("project", "downloads"),
+    [("classification", "dinov3"), ("segmentation", "dpt")],
+    indirect=True,
+)
+def test_dinov3(downloads: Downloads, few: Path, tmp_path: Path) -> None:
+    """The recipe: published weights, which stay while frozen; rates that fall with depth."""
+    out = tmp_path / "out"
+    words = f"{downloads.words} --weights auto --freeze-backbone 1 --layer-decay 0.75"
+    train = downloads.project.train
+    done = train(few, out, words.split(), on=1, patch=downloads.patch).ok()
+    assert "from scratch" not in done.out, done.out
+    assert "tensors loaded" in done.out
+    state = torch.load(out / "last.pt", weights_only=True)
+    published = load_file(downloads.server.folder / "model.safetensors")
+    trained = state["model"]
+    changed = []
+    for name, weight in published.items():
+        (found,) = [each for each in trained if each.endswith(name)]
+        if not torch.equal(trained[found], weight):
+            changed.append(name)
+    assert len(published) > 100
+    assert not changed
+    rates = {group["initial_lr"] for group in state["optimizer"]["param_groups"]}
+    if downloads.project.task == "classification":
+        assert len(rates) == 14  # embedding, 12 blocks, and what is after them
+        assert min(rates) == pytest.approx(0.001 * 0.75**13)
+    else:
+        assert sorted(rates) == pytest.approx([0.00075, 0.001])
 
 
 @both_tasks

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 from generated import Project, both_tasks
+from PIL import Image
 from ranks import on_ranks
 from torch import Tensor, nn
+from torchvision.io import read_image
+from torchvision.transforms.v2.functional import resize
 
 import ddpkit
 from ddpkit.data import samples
@@ -60,6 +63,51 @@ def test_same_images_whatever_the_machine(project: Project, few: Path) -> None:
     assert sums(1, 2, 4, 3) == first
     samples.seed = lambda *key: None
     assert sums(1, 8, 1, 0) != first
+
+
+@on_ranks(1)
+def test_the_part_of_an_image_that_is_seen(project: Project, tmp_path: Path) -> None:
+    """All of a wide and of a tall one with --crop-scale 1, squeezed; and as the flags say."""
+    import dataset
+    from flags import parse_args
+
+    for part in "train", "val":
+        for name, shape in ("tall", (120, 40, 3)), ("wide", (40, 120, 3)):
+            folder = tmp_path / part / name
+            folder.mkdir(parents=True)
+            noise = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+            Image.fromarray(noise).save(folder / "one.png")
+
+    def seen(*words: str) -> tuple[list[Tensor], list[Tensor], object]:
+        flags = ["--data", str(tmp_path), "--image-size", "24", *words]
+        args = parse_args(flags)
+        train, val, _ = dataset.build_datasets(args)
+        samples.seed(0)
+        return [train[0][0], train[1][0]], [val[0][0], val[1][0]], args.crop
+
+    def is_box(found: Tensor, number: int, rows: slice, columns: slice) -> bool:
+        """Whether it is that part of the image, or its mirror image, resized by torchvision."""
+        name = ("tall", "wide")[number]
+        pixels = read_image(str(tmp_path / "val" / name / "one.png"))
+        part = resize(pixels[:, rows, columns], [24, 24], antialias=True)
+        both = part, part.flip(-1)
+        return min((each.int() - found.int()).abs().max() for each in both) <= 1
+
+    whole = slice(None)
+    train, val, crop = seen("--crop-scale", "1")
+    assert crop is None
+    for number in range(2):
+        assert is_box(train[number], number, whole, whole)
+        assert is_box(val[number], number, whole, whole)
+    train, val, crop = seen("--crop-scale", "1", "--crop-pct", "1")
+    assert crop == 1
+    assert is_box(train[1], 1, whole, whole)
+    assert is_box(val[0], 0, slice(40, 80), whole)
+    assert is_box(val[1], 1, whole, slice(40, 80))
+    train, val, crop = seen()
+    assert crop == 0.875  # 35 of 40 pixels
+    assert not is_box(train[1], 1, whole, whole)
+    assert is_box(val[1], 1, slice(2, 37), slice(42, 77))
 
 
 @on_ranks(1)

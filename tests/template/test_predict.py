@@ -101,6 +101,32 @@ def test_killed(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     assert len(found) in range(16, 53)
 
 
+def test_whole_images(project: Project, few: Path, tmp_path: Path) -> None:
+    """--crop-scale 1 trains, evaluates and predicts on the same pixels, which the run keeps."""
+    out = tmp_path / "out"
+    # what it says depends on the pixels
+    words = "--arch resnet18 --image-size 32 --epochs 2 --lr 0.003 --crop-scale 1"
+    project.train(few, out, words.split(), on=1).ok()
+    assert torch.load(out / "best.pt", weights_only=True)["args"]["crop"] is None
+
+    def evaluate(*words: object) -> float:
+        more = "--eval-only", words, "--arch", "resnet18", "--image-size", 32
+        said = project.train(few, out, more, on=1).ok().out
+        return float(json.loads(said.splitlines()[-1])["val_loss"])
+
+    checkpoint = out / "best.pt"
+    table = tmp_path / "predictions"
+    predict(project, few / "val", "--output", table, checkpoint=checkpoint).ok()
+    losses = []
+    with open(table / "predictions.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            label = Path(row["file"]).parent.name
+            losses.append(-np.log(float(row[f"probability_{label}"])))
+    whole = evaluate()
+    assert np.mean(losses) == pytest.approx(whole, abs=1e-3)
+    assert abs(evaluate("--crop-pct", 0.5) - whole) > 0.01
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:

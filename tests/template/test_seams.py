@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import edits_page
+import numpy as np
 import pytest
 import torch
 from digest import digest
@@ -341,6 +342,59 @@ def test_another_metric(project: Project, edited: Callable[[str], Edited]) -> No
     assert best["best"] == max(scores)
     assert best["epoch"] == 1 + scores.index(max(scores))
     assert found[name] == pytest.approx(max(scores))
+
+
+@pytest.mark.parametrize("project", TASKS[1:], indirect=True)
+def test_metrics_for_thin_objects(edited: Callable[[str], Edited]) -> None:
+    """They are what their definition says, of the same bits on 1, 2 and 3 ranks."""
+    thin = edited("thin")
+    thin.run("whole").ok()
+    best = thin.state("whole/best.pt")
+    said = [thin.run("whole", "--eval-only", ranks=n).ok().out for n in (1, 2, 3)]
+    one, two, three = [json.loads(text.splitlines()[-1]) for text in said]
+    names = ["miou_foreground", *(f"biou_{name}" for name in best["classes"])]
+    for name in names:
+        assert one[name] == two[name] == three[name], name
+    foreground = [one[f"iou_{name}"] for name in best["classes"][1:]]
+    known = [share for share in foreground if share is not None]
+    assert one["miou_foreground"] == pytest.approx(sum(known) / len(known))
+    # a wrong guess here lies in the background
+    assert one["miou_foreground"] < one["miou"]
+
+    def compare() -> None:
+        import model
+
+        draw = np.random.default_rng(0)
+        blocks = draw.integers(0, 4, (2, 8, 10))
+        labels = blocks.repeat(20, axis=1).repeat(20, axis=2)
+        labels[:, :15, :40] = model.VOID
+        scores = draw.random((2, 4, 8, 10), np.float32)
+        scores = scores.repeat(20, axis=2).repeat(20, axis=3)
+        logits = np.roll(scores, (3, 7), axis=(2, 3))
+        metric = model.BoundaryIoU(4)
+        for image in range(2):
+            part = slice(image, image + 1)
+            metric.update(
+                torch.from_numpy(logits[part]), torch.from_numpy(labels[part])
+            )
+        both = labels, np.where(labels == model.VOID, model.VOID, logits.argmax(1))
+        d = 5  # 2 % of the diagonal, 256 pixels
+        near = []
+        for numbers in both:
+            framed = np.pad(numbers, ((0, 0), (d, d), (d, d)), constant_values=-1)
+            window = (2 * d + 1, 2 * d + 1)
+            around = np.lib.stride_tricks.sliding_window_view(framed, window, (1, 2))
+            near.append((around != numbers[..., None, None]).any((3, 4)))
+        for number in range(4):
+            label, guess = [
+                (numbers == number) & is_near
+                for numbers, is_near in zip(both, near, strict=True)
+            ]
+            expected = (label & guess).sum() / (label | guess).sum()
+            assert 0.01 < expected < 0.5
+            assert float(metric.compute()[number]) == pytest.approx(expected)
+
+    thin.project.here(compare).ok()
 
 
 def test_a_flag(edited: Callable[[str], Edited]) -> None:

@@ -33,26 +33,30 @@ AUGMENTATIONS = {  # the names that --augment takes; add yours
 MIXES = {"mixup": (v2.MixUp, 0.2), "cutmix": (v2.CutMix, 1.0)}
 
 
-def train_transform(size: int, augment: Sequence[v2.Transform] = ()) -> v2.Compose:
+def train_transform(
+    size: int, augment: Sequence[v2.Transform] = (), scale: float = 0.25
+) -> v2.Compose:
     """For training: an image of any size -> uint8 (3, size, size).
 
     augment: what --augment names. With "channels" in data.json it gets float32, 0 to 1.
+    scale: the least share of the image that a crop has; 1: all of it, squeezed to a square.
     """
     return v2.Compose(
         [
             # As v2's, but a JPEG is decoded no larger than the result needs: much
             # faster.
-            ddpkit.RandomResizedCrop(size, scale=(0.25, 1), ratio=(3 / 4, 4 / 3)),
+            ddpkit.RandomResizedCrop(size, scale=(scale, 1), ratio=(3 / 4, 4 / 3)),
             v2.RandomHorizontalFlip(),
             *augment,
         ]
     )
 
 
-def val_transform(size: int, crop: float) -> v2.Compose:
+def val_transform(size: int, crop: float | None) -> v2.Compose:
     """For validation and predict.py: an image of any size -> uint8 (3, size, size).
 
-    crop: the side of the middle, as a share of the image's shorter one.
+    crop: the side of the middle, as a share of the image's shorter one; None: the whole image,
+    squeezed to a square.
     """
     return v2.Compose([ddpkit.ResizedCenterCrop(size, crop)])
 
@@ -85,11 +89,14 @@ def build_datasets(args: Namespace) -> tuple[ImageDataset, ImageDataset, Sequenc
     # What the data and the network say; model.py and, from the checkpoint, predict.py
     # need it.
     args.several_labels = train.several
-    args.crop = train.crop
+    args.crop = args.crop_pct or train.crop
+    if args.crop_scale == 1 and not args.crop_pct:
+        args.crop = None  # the whole image, as in training
     augment = ddpkit.parse_augment(
         AUGMENTATIONS, args.augment, train.format.channels, MIXES
     )
-    train_set = ImageDataset(train, train_transform(args.image_size, augment))
+    transform = train_transform(args.image_size, augment, args.crop_scale)
+    train_set = ImageDataset(train, transform)
     val_set = ImageDataset(val, val_transform(args.image_size, args.crop))
     return train_set, val_set, classes
 

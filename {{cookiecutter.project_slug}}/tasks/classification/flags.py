@@ -23,6 +23,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     positive = parser.at_least(1)
     rate = parser.at_least(0, float)
     share = parser.at_least(0, float, below=1)
+    part = parser.at_least(0.01, float, most=1)
 
     add = parser.add_argument_group("first").add_argument
     add("--data", type=Path, metavar="DIR", help="folder with train/ and val/ (default: the demo set, with its own --epochs and sizes)")
@@ -60,6 +61,8 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add("--label-smoothing", type=share, default=0.0, metavar="SHARE", help="of each label, divided among all classes")
     add("--class-weights", type=parser.class_weights, metavar="auto|A,B,...", help="of the classes in the loss; auto: from their shares of the labels")
     add("--augment", default="", metavar="NAME,...", help="of trivial, rand, color, grey, rotation, vflip, erasing, mixup, cutmix")
+    add("--crop-scale", type=part, default=0.25, metavar="SHARE", help="smallest training crop, as a share of the image; 1: whole images, always")
+    add("--crop-pct", type=part, metavar="SHARE", help="middle that validation sees, of the shorter side (default: the network's, or 0.875)")
     add("--tta", action="store_true", help="evaluate and predict mirrored images, too, and take the mean")
 
     add = parser.add_argument_group("machine").add_argument
