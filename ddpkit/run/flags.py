@@ -32,7 +32,7 @@ SYNONYMS = {
 }
 # flags that one kind of project has
 OF_TASKS = {
-    "classification": "--drop-path --grad-checkpointing",
+    "classification": "--crop-pct --crop-scale --drop-path --grad-checkpointing",
     "segmentation": "--cutmix --encoder --loss --tile",
 }
 OF_LAUNCHERS = "--gpu --gpus --num-gpus --device --devices --nproc --nproc-per-node"

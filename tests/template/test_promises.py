@@ -46,7 +46,8 @@ FILES = {
     "names of other programs' data": "valid.csv 1_mask.png _mask.png",
 }
 VARIABLES = {
-    "torch": "PET_MASTER_ADDR PET_NODE_RANK",
+    "torch": "PET_MASTER_ADDR PET_NODE_RANK PYTORCH_ENABLE_MPS_FALLBACK",
+    "AMD and Intel": "HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK",
     "nccl": "NCCL_DEBUG NCCL_SOCKET_IFNAME",
     "MPI": "OMPI_COMM_WORLD_RANK",
     "SkyPilot": "MOUNT_CACHED SKYPILOT_NODE_IPS SKYPILOT_NODE_RANK",

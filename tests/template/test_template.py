@@ -182,7 +182,7 @@ KEYS = {
     "configurations": "name type request preLaunchTask args connect console cwd env justMyCode "
     "module pathMappings processId program python subProcess",
     "tasks": "label type command args options group isBackground presentation problemMatcher "
-    "dependsOn dependsOrder runOptions",
+    "dependsOn dependsOrder runOptions windows",
     "inputs": "id type description default options",
 }
 
