@@ -35,7 +35,7 @@ def kind() -> torch.device:
 
 def for_sums(device: torch.device) -> torch.device:
     """Return where sums are kept in float64: on `device`, or the CPU if that is Apple's GPU."""
-    return CPU if device.type == APPLE else device
+    return CPU if torch.device(device).type == APPLE else device
 
 
 def copies_async(device: torch.device) -> bool:
@@ -43,7 +43,8 @@ def copies_async(device: torch.device) -> bool:
 
     To Apple's GPU they could read memory that has been freed.
     """
-    return device.type not in ("cpu", APPLE)
+    # a caller may give its name
+    return torch.device(device).type not in ("cpu", APPLE)
 
 
 def memory_layout(device: torch.device) -> torch.memory_format:
@@ -51,7 +52,7 @@ def memory_layout(device: torch.device) -> torch.memory_format:
 
     On Apple's GPU torch up to 2.13 computes wrong gradients of BatchNorm with it.
     """
-    if device.type == APPLE:
+    if torch.device(device).type == APPLE:
         return torch.contiguous_format
     return torch.channels_last
 

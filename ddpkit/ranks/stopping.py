@@ -159,8 +159,11 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
             explaining.name_position(str)  # what follows is in no epoch
         watch.remove_duty(stopper)
         signal.set_wakeup_fd(taken_from)
+        # a notebook, whose process remains, has no file
+        is_script = hasattr(sys.modules["__main__"], "__file__")
         for signum, handler in before.items():
-            signal.signal(signum, _exit_soon if is_done else handler)
+            is_last = is_done and is_script
+            signal.signal(signum, _exit_soon if is_last else handler)
 
 
 def _exit_soon(*_: object) -> None:

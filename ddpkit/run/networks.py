@@ -130,14 +130,17 @@ def check_names(arch: str, encoder: str) -> None:
     """Raise a UserError if no library has the network `arch`, a decoder if it has an encoder."""
     import torchvision
 
-    known = torchvision.models.list_models()
+    models = torchvision.models
     if not encoder:
-        return check_name("--arch", arch, known, "timm/")
+        return check_name("--arch", arch, models.list_models(), "timm/")
     import segmentation_models_pytorch as smp
 
+    known = models.list_models(module=models.segmentation)
     known += smp.MODEL_ARCHITECTURES_MAPPING
     check_name("--arch", arch, known)
-    check_name("--encoder", encoder, smp.encoders.encoders, "tu-")
+    # smp reads its older names of timm's encoders by itself
+    if not encoder.startswith("timm-"):
+        check_name("--encoder", encoder, smp.encoders.encoders, "tu-")
 
 
 def check_name(flag: str, name: str, known: Collection[str], of_timm: str = "") -> None:
@@ -151,5 +154,6 @@ def check_name(flag: str, name: str, known: Collection[str], of_timm: str = "") 
         if bare != name and (timm.is_model(bare) or ":" in bare):
             return
         names += [f"{of_timm}{each}" for each in timm.list_models()]
-    if name.lower() not in names:
+    # of an encoder the case counts
+    if name not in names and (of_timm == "tu-" or name.lower() not in names):
         raise UserError(f"{flag} {name}: no network of that name{suggest(name, names)}")

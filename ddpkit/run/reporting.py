@@ -26,7 +26,7 @@ from ddpkit.errors import LineError, reason_of
 from ddpkit.ranks import devices, distributed, failures, process
 from ddpkit.run import checkpoint, machine, pictures
 from ddpkit.run.layout import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
-from ddpkit.run.mistakes import Mistakes, per_class_lines
+from ddpkit.run.mistakes import MEASURES, Mistakes, per_class_lines
 from ddpkit.run.rows import (
     EpochLines,
     Row,
@@ -490,7 +490,7 @@ def print_evaluation(
         found = {
             name: value
             for name, value in results.items()
-            if not is_of_class(name, mistakes.classes)
+            if not (name.startswith(MEASURES) and is_of_class(name, mistakes.classes))
         }
         results = found or results
     width = max(map(len, results))

@@ -101,6 +101,8 @@ def clip_middle(path: str, letters: int = 40) -> str:
 
 def is_of_class(name: str, classes: Collection[str]) -> bool:
     """Return whether a column, such as iou_crack, is that of a single class."""
+    if name in ("train_loss", "val_loss"):  # also if a class is called loss
+        return False
     return name.endswith(tuple(f"_{each}" for each in classes))
 
 
@@ -153,8 +155,10 @@ class EpochLines:
     def fitting(self, names: Collection[str], best: str, width: int) -> list[str]:
         """Return the columns that fit: losses, `best`, others, and at last those of classes."""
         shown = [name for name in names if name not in OF_TUNING]
-        of_class = [name for name in shown if is_of_class(name, self.classes)]
-        others = [name for name in shown if name not in of_class or name == best]
+        of_class = [
+            name for name in shown if name != best and is_of_class(name, self.classes)
+        ]
+        others = [name for name in shown if name not in of_class]
         others.sort(key=lambda name: (not name.endswith("loss"), name != best))
         room = WIDTH - width - len("  00:00:00  best")
         found: list[str] = []

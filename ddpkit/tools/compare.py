@@ -8,6 +8,7 @@ import csv
 import datetime
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for each in [folder] if is_run(folder) else runs_in(folder):
             try:
                 found.append(read_run(each))
-            except (OSError, ValueError, csv.Error) as error:
+            except (OSError, ValueError, RecursionError, csv.Error) as error:
                 reason = f"cannot be read: {reason_of(error)}"
                 print_line(f"{escape(each)}: left out ({reason})", sys.stdout)
     if not found:
@@ -92,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    return (folder / "args.json").is_file()
+    # not Path's, which raises for a folder that is closed to this user
+    return os.path.isfile(folder / "args.json")
 
 
 def runs_in(folder: Path) -> list[Path]:

@@ -458,6 +458,7 @@ def test_what_a_collate_function_draws() -> None:
 def test_arrays_of_indices() -> None:
     loader = DataLoader(Shard(range(4)), 2, sampler=np.array([2, 0, 1]))  # type: ignore[arg-type]
     assert numbers(sources.eval_batches(loader, CPU))
+    assert numbers(sources.eval_batches(loader, "cpu"))  # type: ignore[arg-type]
 
 
 def test_deep_images() -> None:

@@ -106,7 +106,8 @@ def test_names_are_refused_before_data_are_read(
         ("--weights IMAGENET0", "pretrained.load_pretrained"),
     ]
     if project.task == "segmentation":
-        flags.append(("--encoder resnet19", "networks.check_name"))
+        flags.append(("--encoder resnet19 ResNet34", "networks.check_name"))
+        flags.append(("--arch resnet18", "networks.check_name"))
         flags.append(("--loss dise", "losses.init"))
 
     def check() -> None:
@@ -119,6 +120,9 @@ def test_names_are_refused_before_data_are_read(
                 args = parse_args([name, value])
                 with refusal(code, f"{name} {value.split(',')[-1]}"):
                     main.check_flags(args, args.weights)
+        if project.task == "segmentation":  # which smp knows by another name
+            args = parse_args(["--encoder", "timm-regnetx_002"])
+            main.check_flags(args, args.weights)
 
     project.here(check).ok()
     done = project.train(missing, tmp_path / "out", "--arch", "unett")

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import ddpkit
-from ddpkit.run import mistakes, pictures
+from ddpkit.run import mistakes, pictures, reporting
 from ddpkit.run.mistakes import Mistakes
 from ddpkit.run.rows import EpochLines
 
@@ -105,6 +105,16 @@ def test_columns_that_do_not_fit() -> None:
     assert len(lines.of_row({**few, "epoch": 4}, "00:01")) == 1
     few["new"] = 1.0
     assert len(lines.of_row({**few, "epoch": 5}, "00:01")) == 2
+    # best.pt is chosen by a class; a class is called loss
+    few = {
+        "epoch": 1,
+        "train_loss": 2.0,
+        "val_loss": 1.0,
+        "iou_a": 0.5,
+        "iou_loss": 0.1,
+    }
+    header, _ = EpochLines(900, ["a", "loss"]).of_row(few, "00:01", "iou_a")
+    assert header.split() == ["train_loss", "val_loss", "iou_a", "iou_loss", "left"]
 
 
 class Paths:
@@ -222,6 +232,16 @@ def test_tables_of_classes() -> None:
     lines = mistakes.per_class_lines(matrix[:2, :2], names[:2], images=17)
     assert lines[0].split() == ["class", "pixels", "precision", "recall", "f1", "iou"]
     assert len(lines) == 4
+
+
+def test_what_a_table_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    """An evaluation's loss, and an own metric of each class, are printed below the table."""
+    names = ["ground", "loss"]
+    found = Mistakes(torch.eye(2).long() * 9, [], Any, None, names, Any, None)
+    results = {"val_loss": 0.5, "miou": 1.0, "iou_loss": 1.0, "dice_loss": 0.25}
+    reporting.print_evaluation(found, results, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[4:]] == ["val_loss", "miou", "dice_loss"]
 
 
 def compare(folder: Path, *words: str) -> Done:
