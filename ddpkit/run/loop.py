@@ -190,8 +190,10 @@ class Run:
     @staticmethod
     def check_tracker(name: str | None) -> None:
         """Raise a UserError if there is no such tracker; to call before data are read."""
-        # as a module that a program has made, or as a package
-        if name and not sys.modules.get(name) and not importlib.util.find_spec(name):
+        if not name or sys.modules.get(name):  # or a module that a program has made
+            return
+        found = importlib.util.find_spec(name)
+        if not found or not found.origin:  # a folder of that name, as of its runs
             raise UserError(
                 f"--tracker {name}: not installed; python -m pip install {name}"
             )
