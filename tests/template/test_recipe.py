@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -192,6 +195,37 @@ def test_files_of_flags(task: str) -> None:
         command = f"#   ./launch.sh @recipes/{path.name} "
         for words in command, "# Data: ", "# Result: ", "# Time: ", "torch 2":
             assert words in head, f"{path.name}: {words}"
+
+
+def test_solar_cells(tmp_path: Path) -> None:
+    """A quarter of each wafer and probability is for validation; each cell is in one class."""
+    source = tmp_path / "elpv_dataset" / "data"
+    (source / "images").mkdir(parents=True)
+    lines = []
+    for number in range(48):
+        wafer = ("mono", "poly")[number % 2]
+        probability = (0, 1 / 3, 2 / 3, 1)[number % 3 + number // 24]
+        name = f"images/cell{number}.png"
+        (source / name).write_text(f"{wafer} {probability}")
+        lines.append(f"{name}  {probability}   {wafer}")
+    (source / "labels.csv").write_text("\n".join(lines))
+    script = TEMPLATE / "tasks/classification/recipes/elpv.py"
+    subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=True,
+    )
+    written = sorted((tmp_path / "data/elpv").glob("*/*/*.png"))
+    assert len({path.name for path in written}) == len(written) == 48
+    parts: dict[str, list[str]] = {}
+    for path in written:
+        cell = path.read_text()
+        is_defective = float(cell.split()[1]) > 0.5
+        assert path.parent.name == ("functional", "defective")[is_defective]
+        parts.setdefault(cell, []).append(path.parts[-3])
+    for cell, found in parts.items():
+        assert found.count("val") == pytest.approx(len(found) / 4, abs=0.5), cell
 
 
 RECIPES = {

@@ -47,8 +47,15 @@ SHARED = {
 SHARED |= {str(path.relative_to(ROOT)) for path in (ROOT / "ddpkit").rglob("*.py")}
 OF_BOTH = {"dataset.py", "flags.py", "model.py", "predict.py", "requirements.txt"}
 OF_THE_TASK = {
-    "classification": OF_BOTH | {"recipes/digits.py", "recipes/digits.txt"},
-    "segmentation": OF_BOTH | {"losses.py", "recipes/cracks_unet.txt"},
+    "classification": OF_BOTH
+    | {
+        "recipes/digits.py",
+        "recipes/digits.txt",
+        "recipes/elpv.py",
+        "recipes/elpv.txt",
+    },
+    "segmentation": OF_BOTH
+    | {"losses.py", "recipes/cracks_unet.txt", "recipes/crackforest.txt"},
 }
 RENDERED = {"EDITS.md", "README.md"}
 
