@@ -167,7 +167,7 @@ def backend(device: torch.device) -> str:
         alone.register(device.type)
         return alone.NAME
     name = dist.get_default_backend_for_device(device)
-    if not dist.is_backend_available(name):  # torch has no nccl on Windows
+    if name == "nccl" and not dist.is_nccl_available():  # as on Windows
         name = "gloo"
     if name == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
         meeting.say_on_node(

@@ -337,7 +337,8 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
     if endpoint.name and by_editor:
         before = [number for number in ranks if number < rank()]
         await_keys([protocol.DEBUGGED.format(number) for number in before], math.inf)
-        endpoint.write_text(json.dumps({"client": {"host": host, "port": port}}))
+        place = {"client": {"host": host, "port": port}}
+        endpoint.write_text(json.dumps(place), encoding="utf-8")
         debugpy.wait_for_client()
         endpoint.unlink(missing_ok=True)
         # Sooner it may not notice that this is another file.

@@ -372,7 +372,7 @@ def test_losses_and_outputs(
     own = shutil.copytree(few, tmp_path / "own")
     for number, path in enumerate(sorted(own.glob("*/masks/*"))):
         mask = np.array(Image.open(path))
-        mask[: number % 5 * 12] = 255
+        mask[: number % 5 * 24] = 255
         Image.fromarray(mask).save(path)
     recipe = ("--optimizer", "sgd", "--lr", 0.01, "--warmup-epochs", 0)
     found = []

@@ -106,7 +106,7 @@ SPOILT = [
         "masks",
         save_mask((64, 60), 0),
         "folders.open",
-        ["0003.png", "64 x 60", "64 x 64"],
+        ["0003.png", "64 x 60", "128 x 128"],
     ),
     (
         "masks",

@@ -110,7 +110,7 @@ def test_whole_images(project: Project, few: Path, tmp_path: Path) -> None:
     assert torch.load(out / "best.pt", weights_only=True)["args"]["crop"] is None
 
     def evaluate(*words: object) -> float:
-        more = "--eval-only", words, "--arch", "resnet18", "--image-size", 32
+        more = "--eval-only", "--json", words, "--arch", "resnet18", "--image-size", 32
         said = project.train(few, out, more, on=1).ok().out
         return float(json.loads(said.splitlines()[-1])["val_loss"])
 

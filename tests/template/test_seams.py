@@ -350,7 +350,8 @@ def test_metrics_for_thin_objects(edited: Callable[[str], Edited]) -> None:
     thin = edited("thin")
     thin.run("whole").ok()
     best = thin.state("whole/best.pt")
-    said = [thin.run("whole", "--eval-only", ranks=n).ok().out for n in (1, 2, 3)]
+    json_line = ("--eval-only", "--json")
+    said = [thin.run("whole", *json_line, ranks=n).ok().out for n in (1, 2, 3)]
     one, two, three = [json.loads(text.splitlines()[-1]) for text in said]
     names = ["miou_foreground", *(f"biou_{name}" for name in best["classes"])]
     for name in names:
