@@ -132,6 +132,8 @@ def test_no_step_and_no_batch_waits_for_the_gpu(project, few, tmp_path):
     for found, copies, back in each:
         assert found.pop("h2d") == copies
         assert found.pop("d2h", 0) == back
+        # torch asks for more memory now and then, and keeps it
+        assert found.pop("mallocs", 0) <= 3, found
         assert found.keys() <= {"h2d_bytes", "collectives"}
     assert counts()["kernels"] == 0  # which would have computed nothing
 
