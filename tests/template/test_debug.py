@@ -249,11 +249,9 @@ def test_torch_is_imported_unseen_by_the_debugger(own: Project) -> None:
         assert debugger.finish() == 0
 
 
-@pytest.mark.parametrize("is_own", [True, False], ids=["its own", "of ddpkit"])
-def test_a_mistake_is_held_where_it_is_made(
-    own: Project, few: Path, is_own: bool
-) -> None:
-    """Of ddpkit's own errors that is the line which calls it; then one line, and all ranks end."""
+@pytest.mark.parametrize("who", ["rank 1", "both ranks", "ddpkit"])
+def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, who: str) -> None:
+    """Of ddpkit's own errors that is the line which calls it; then all end, the error last."""
     main = own.folder / "main.py"
     text = main.read_text()
     old = "scheduler=scheduler,"
@@ -261,18 +259,20 @@ def test_a_mistake_is_held_where_it_is_made(
     held = "run = ddpkit.Run("
     error = "[loop.parts]"
     ranks = "1"
+    is_own = who != "ddpkit"
     if is_own:
         text = ENDLESS
         old = SUM
-        new = f"assert rank == 0, 'planted'\n            {SUM}"
+        condition = "rank == 0" if who == "rank 1" else "rank > 1"
+        new = f"assert {condition}, 'planted'\n            {SUM}"
         held = error = "planted"
-        ranks = "2"  # of which one makes it
+        ranks = "2"
     assert text.count(old) == 1
     main.write_text(text.replace(old, new))
     with debugging(own, own.flags(few, "runs/debug"), processes=ranks) as debugger:
-        (rank,) = debugger.stopped(1)
-        assert error in rank.error()
-        assert rank.frame["line"] == line_of(main, held)
+        for rank in debugger.stopped(2 if who == "both ranks" else 1):
+            assert error in rank.error()
+            assert rank.frame["line"] == line_of(main, held)
         rank.go()
         assert debugger.finish() != 0
         assert not generated.left(30)
