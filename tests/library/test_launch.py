@@ -132,7 +132,9 @@ def test_a_mistake_is_not_repeated(project, tmp_path):
 def test_runs_of_one_node_side_by_side(tmp_path):
     """Ranks of any script meet at a port that no other run has, whatever the environment says."""
     script = tmp_path / "script.py"
-    script.write_text("import os\nprint(os.environ['MASTER_PORT'])\n")
+    # at once: print would write the end of the line by itself
+    text = "import os\nos.write(1, (os.environ['MASTER_PORT'] + '\\n').encode())\n"
+    script.write_text(text)
     env = {"MASTER_PORT": "31777", "NPROC": "2", "PYTHONPATH": str(ROOT)}
     ports = []
     for _ in range(2):
