@@ -50,8 +50,10 @@ def place_library(repository: Path | None, template: str, commit: str) -> None:
     """
     library = Path("ddpkit")
     if template.startswith("https://") and commit:
-        # a file where links cannot be, as in an archive and on Windows
-        library.unlink() if library.is_file() else shutil.rmtree(library)
+        if library.is_file():  # where links cannot be, as in an archive and on Windows
+            library.unlink()
+        else:
+            shutil.rmtree(library)
         # with what it requires
         line = f"ddpkit[{CONTEXT['task']}] @ git+{template}@{commit}\n"
         Path("requirements.txt").write_text(line, encoding="utf-8")

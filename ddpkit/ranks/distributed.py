@@ -91,9 +91,8 @@ def rendezvous(
         if has_others:
             devices.choose_network(notes)
     else:
-        if (
-            Group.has_met_itself and dist.is_initialized()
-        ):  # a notebook calls this again
+        # a notebook calls this again
+        if Group.has_met_itself and dist.is_initialized():
             dist.destroy_process_group()
         Group.store = dist.HashStore()
         number = 0

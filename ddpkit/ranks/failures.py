@@ -125,8 +125,8 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
         process.begin_to_leave()
         _end_if_known(error)
         # else collectives broke here because another rank has left
-        is_first = ending.is_first(1)
-        if not is_first and not process.is_debugged():  # which holds this one, too
+        # unless a debugger holds this one, too
+        if not ending.is_first(1) and not process.is_debugged():
             ending.exit_as_first(1)
         if environment.has_other_nodes():
             print_error(f"{environment.own_rank()}:")

@@ -260,13 +260,8 @@ def is_running(pid: int) -> bool:
 def state(pid: int) -> str:
     """Return the letter of a process's state, such as "T" if SIGSTOP holds it; on Linux only."""
     with contextlib.suppress(OSError):
-        return (
-            Path(f"/proc/{pid}/stat")
-            .read_bytes()
-            .rsplit(b")", 1)[1]
-            .split()[0]
-            .decode()
-        )
+        said = Path(f"/proc/{pid}/stat").read_bytes()
+        return said.rsplit(b")", 1)[1].split()[0].decode()
     return ""
 
 

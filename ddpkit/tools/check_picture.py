@@ -46,7 +46,8 @@ def draw_check(path: Path, args: Namespace) -> str:
             axes = figure.add_subplot(label=str(index))
             axes.axis("off")
             axes.imshow(beside_each_other(shown, classes))
-            lines = [end_of(samples.name(train_set, index).split(", ", 1)[-1])]
+            name = samples.file_of(train_set, index) or samples.name(train_set, index)
+            lines = [end_of(name)]
             for _, mask in shown:
                 if mask is not None:
                     present.update(np.unique(mask).tolist())

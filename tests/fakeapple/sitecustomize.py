@@ -4,14 +4,17 @@ torch calls it "apple", since a build of torch without "mps" has no place for an
 Modules of the project and of ddpkit are read with the one name in place of the other.
 """
 
-import importlib.abc
-import importlib.machinery
 import os
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, ClassVar
+
+sys.path.append(str(Path(__file__).parents[1]))
+from after_torch import AfterTorch
+
+sys.path.pop()
 
 
 class Apple(ModuleType):
@@ -60,23 +63,6 @@ def start() -> None:
     torch._register_device_module("apple", Apple("torch.apple"))
 
 
-class AfterTorch(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):  # type: ignore[no-untyped-def]
-        if name != "torch":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec and spec.loader:
-            load = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                sys.meta_path.remove(self)  # only now: a look for torch is no import
-                load(module)
-                start()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 def get_code(self: SourceFileLoader, name: str) -> CodeType | None:
     path = Path(self.get_filename(name))
     if "site-packages" not in path.parts:
@@ -88,4 +74,4 @@ def get_code(self: SourceFileLoader, name: str) -> CodeType | None:
 
 of_python = SourceFileLoader.get_code
 SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
-sys.meta_path.insert(0, AfterTorch())
+sys.meta_path.insert(0, AfterTorch(start))
