@@ -79,11 +79,16 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
         is_on_cpu = next(model.parameters()).device.type == "cpu"
         fused = None if is_on_cpu else True
         return torch.optim.SGD(groups, lr, momentum=0.9, fused=fused)
-    return timms_optimizer(args.optimizer, groups, lr)
-
-
-def timms_optimizer(name: str, groups: list[dict], lr: float) -> Optimizer:
     import timm.optim  # takes half a second
+
+    return timm.optim.create_optimizer_v2(groups, args.optimizer, lr)
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse a --optimizer that nothing has; leave out those of your own."""
+    if name in ("adamw", "sgd"):
+        return
+    import timm.optim
 
     # Without those that need other packages, second derivatives, or all memory.
     others = ["bnb*", "fused*", "adahessian", "kron*"]
@@ -92,7 +97,6 @@ def timms_optimizer(name: str, groups: list[dict], lr: float) -> Optimizer:
         raise ddpkit.UserError(
             f"--optimizer {name}: timm has {', '.join(map(str, known))}"
         )
-    return timm.optim.create_optimizer_v2(groups, name, lr)
 
 
 def build_scheduler(optimizer: Optimizer, args: Namespace, steps: int) -> LambdaLR:

@@ -132,7 +132,12 @@ def check_names(arch: str, encoder: str) -> None:
 
     models = torchvision.models
     if not encoder:
-        return check_name("--arch", arch, models.list_models(), "timm/")
+        others = [models.detection, models.optical_flow, models.quantization]
+        others += [models.segmentation, models.video]
+        classifiers = set(models.list_models())
+        for module in others:
+            classifiers.difference_update(models.list_models(module=module))
+        return check_name("--arch", arch, classifiers, "timm/")
     import segmentation_models_pytorch as smp
 
     known = models.list_models(module=models.segmentation)

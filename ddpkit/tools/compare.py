@@ -19,7 +19,8 @@ from ddpkit.run import rows
 from ddpkit.run.flags import Parser
 from ddpkit.run.rows import Row
 
-OF_A_START = ("output_dir", "resume", "eval_only", "json")  # flags that do not matter
+# flags that do not matter, and what data and network say
+LEFT_OUT = ("output_dir", "resume", "eval_only", "json", "several_labels", "crop")
 NONE = "-"
 
 
@@ -127,7 +128,7 @@ def differing(flags: Sequence[Mapping[str, object]]) -> list[str]:
     found = []
     for name in names:
         values = {json.dumps(each.get(name), sort_keys=True) for each in flags}
-        if len(values) > 1 and name not in OF_A_START:
+        if len(values) > 1 and name not in LEFT_OUT:
             found.append(name)
     return found
 

@@ -93,17 +93,19 @@ OTHER_WORDS = {
         "--loss dice": "--loss: a flag of segmentation projects (",
         "--qwxz": "--qwxz: no such flag (",
         "epochs=5": "unrecognized arguments: epochs=5 (",
+        "--json": "--json needs --eval-only (",
     },
     "segmentation": {
         "--backbone vgg11": "did you mean --encoder? (",
         "--drop-path 0.1": "--drop-path: a flag of classification projects (",
+        "--json": "--json needs --eval-only (",
     },
 }
 
 
 @both_tasks
 def test_flags_that_do_not_exist(project):
-    """The one that was meant is named, or the kind of project that has it."""
+    """The one that was meant is named, or the kind of project that has it, or what it needs."""
 
     def check() -> None:
         from flags import parse_args

@@ -101,6 +101,7 @@ def test_names_are_refused_before_data_are_read(
     missing = tmp_path / "none"
     flags = [
         ("--arch unett resnet8 timm/restnet10t", "networks.check_name"),
+        ("--optimizer adammw", "recipe.check_optimizer"),
         ("--augment color,cutmx", "augment.parse_augment"),
         (f"--weights {missing}.pt", "pretrained.load_pretrained"),
         ("--weights IMAGENET0", "pretrained.load_pretrained"),
@@ -109,6 +110,8 @@ def test_names_are_refused_before_data_are_read(
         flags.append(("--encoder resnet19 ResNet34", "networks.check_name"))
         flags.append(("--arch resnet18", "networks.check_name"))
         flags.append(("--loss dise", "losses.init"))
+    else:
+        flags.append(("--arch fcn_resnet50 raft_small", "networks.check_name"))
 
     def check() -> None:
         import main
@@ -120,6 +123,7 @@ def test_names_are_refused_before_data_are_read(
                 args = parse_args([name, value])
                 with refusal(code, f"{name} {value.split(',')[-1]}"):
                     main.check_flags(args, args.weights)
+                    main.recipe.check_optimizer(args.optimizer)
         if project.task == "segmentation":  # which smp knows by another name
             args = parse_args(["--encoder", "timm-regnetx_002"])
             main.check_flags(args, args.weights)

@@ -275,7 +275,13 @@ def test_compare(project: Project, trained: Path, tmp_path: Path) -> None:
     cells = row.split(",")
     cells[0], cells[at] = "2", "1.0"
     make("first", text)
-    make('a, "b"', f"{text}{','.join(cells)}\n3,9", lr=0.5, augment="rand,color")
+    make(
+        'a, "b"',
+        f"{text}{','.join(cells)}\n3,9",
+        lr=0.5,
+        augment="rand,color",
+        crop=None,
+    )
     make("new", "")
     make("search/0", text, ["val_loss", "min"])
     chance = random.Random(1)

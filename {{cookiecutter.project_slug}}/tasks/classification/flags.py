@@ -73,6 +73,8 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add("--deterministic", action="store_true", help="the same bits on GPUs; slower")
     parser.set_defaults(several_labels=False, crop=0.875)  # of the data and of the network
     args = parser.parse(argv, defaults)
+    if args.json and not args.eval_only and not defaults:
+        parser.error("--json needs --eval-only")
     if not args.data and not defaults:
         args = parser.parse(argv, DEMO)
     is_sgd = args.optimizer == "sgd"

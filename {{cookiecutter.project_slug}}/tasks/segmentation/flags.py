@@ -72,6 +72,8 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add("--sync-bn", action="store_true", help="BatchNorm over the images of all ranks; on GPUs only")
     add("--deterministic", action="store_true", help="the same bits on GPUs; slower")
     args = parser.parse(argv, defaults)
+    if args.json and not args.eval_only and not defaults:
+        parser.error("--json needs --eval-only")
     if not args.data and not defaults:
         args = parser.parse(argv, DEMO)
     is_sgd = args.optimizer == "sgd"
