@@ -12,7 +12,6 @@ Evaluate the best checkpoint:  ./launch.sh --data DIR --eval-only
 
 import contextlib
 import functools
-import math
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -229,11 +228,15 @@ def train_one_epoch(
                 loss = criterion(logits, targets) * world_size / count
                 scaler.scale(loss).backward()
             losses.append(loss.detach())
+        # What changes gradients comes between this line and scaler.step.
+        scaler.unscale_(optimizer)
         grad_norm = None
-        if args.clip_grad_norm or run.is_logged:
-            scaler.unscale_(optimizer)
-            max_norm = args.clip_grad_norm or math.inf  # inf: only measured
-            grad_norm = nn.utils.clip_grad_norm_(ddp_model.parameters(), max_norm)
+        if run.is_logged:
+            params = ddp_model.parameters()
+            grads = [param.grad for param in params if param.grad is not None]
+            grad_norm = nn.utils.get_total_norm(grads)
+        if args.clip_grad_norm:
+            nn.utils.clip_grad_norm_(ddp_model.parameters(), args.clip_grad_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

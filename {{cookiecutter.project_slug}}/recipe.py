@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import difflib
 import math
 from argparse import Namespace
 
@@ -94,8 +95,9 @@ def check_optimizer(name: str) -> None:
     others = ["bnb*", "fused*", "adahessian", "kron*"]
     known = timm.optim.list_optimizers(exclude_filters=others)
     if name not in known:
+        near = difflib.get_close_matches(name, ["adamw", "sgd", *known])
         raise ddpkit.UserError(
-            f"--optimizer {name}: timm has {', '.join(map(str, known))}"
+            f"--optimizer {name}: not known; did you mean {' or '.join(near) or 'adamw'}?"
         )
 
 

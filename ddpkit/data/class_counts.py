@@ -42,15 +42,19 @@ def count_pixels(
 
 
 def say_images(
-    classes: Sequence[str], train: Sequence[int], val: Sequence[int]
+    classes: Sequence[str], train: Sequence[int], val: Sequence[int], part: str
 ) -> None:
-    """Print how many images each class has, by the samples' labels; warn of classes without any."""
+    """Print how many images each class has, by the samples' labels; warn of classes without any.
+
+    part: "val" or "test", of which `val` is.
+    """
+    name = "validation" if part == "val" else part
     counts = np.bincount(train, minlength=len(classes))
     others = np.bincount(val, minlength=len(classes))
     texts = [f"{n} ({other})" for n, other in zip(counts, others, strict=True)]
-    say_line("images for training (validation)", classes, texts)
+    say_line(f"images for training ({name})", classes, texts)
     warn(classes, counts, "none of the training images")
-    warn(classes, others, "none of the validation images")
+    warn(classes, others, f"none of the {name} images")
 
 
 def say_line(title: str, classes: Sequence[str], texts: Sequence[str]) -> None:

@@ -801,7 +801,7 @@ def find_classes(
     val.classes = len(classes)
     labels = [n for sample in train.samples for n in class_numbers(sample[1])]
     val_labels = [n for sample in val.samples for n in class_numbers(sample[1])]
-    class_counts.say_images(classes, labels, val_labels)
+    class_counts.say_images(classes, labels, val_labels, part)
     return train, val, classes
 
 

@@ -221,6 +221,11 @@ def choose_folder(folder: Path, names: Sequence[str] | set[str]) -> Path | None:
 def inner_folders(folder: Path) -> list[Path]:
     """Return the folders in `folder` that are not hidden, sorted."""
     if not folder.is_dir():
+        if folder.exists():
+            raise UserError(
+                f"{folder}: a file, not a folder: name the one that it is in, or have python -m "
+                "ddpkit convert read it"
+            )
         raise UserError(f"{folder}: no such folder")
     inner = sorted(each for each in folder.iterdir() if each.is_dir())
     return [each for each in inner if not each.name.startswith(".")]
@@ -305,7 +310,9 @@ def refuse_unknown(folder: Path, has_masks: bool) -> NoReturn:
     there += [name for name in sorted(os.listdir(folder)) if name not in there]
     hint = ""
     if has_masks:
-        is_other = len(inner) > 1 and all(images_in(each) for each in inner)
+        is_other = len(inner) > 1 and all(
+            any_image(each) and not has_kinds(each) for each in inner
+        )
     else:
         is_other = has_kinds(folder)
     own_names = explain_parts(folder)

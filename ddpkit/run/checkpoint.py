@@ -22,6 +22,7 @@ from ddpkit.errors import DiskError, LineError, UserError, clip, shorten
 from ddpkit.ranks import devices
 from ddpkit.ranks.replicas import uncompiled
 from ddpkit.run import states
+from ddpkit.run.flags import task_of
 from ddpkit.run.states import MISFITS, PLAIN, State
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Return the flags that have changed since a checkpoint, such as "--lr 0.1 (was 0.2)"."""
     found = []
     for name, value in to_plain(dict(now)).items():
-        is_asked = name in ("resume", "eval_only")  # of this start
+        is_asked = name in ("resume", "eval_only", "json")  # of this start
         if name not in then or is_asked or is_alike(then[name], value):
             continue
         before = "not given" if then[name] is None else then[name]
@@ -279,6 +280,11 @@ def open_model(
     from ddpkit.data.masks import Classes  # of images
 
     state = read(path)
+    tasks = task_of(state["args"]), task_of(vars(parse_args([])))
+    if all(tasks) and len(set(tasks)) > 1:
+        raise UserError(
+            f"{path} is of a {tasks[0]} project, and this is one for {tasks[1]}"
+        )
     args = parse_args([], state["args"])
     format = Format(**state["format"])
     model = build_model(args, state["classes"], state["channels"])

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
+from ddpkit.data import masks
 from ddpkit.ranks import distributed, process, replicas
 from ddpkit.run import states
 from ddpkit.run.criterion import Criterion
@@ -42,6 +43,7 @@ class FirstSteps:
         # Of the criterion's sums, each with its batch's number of labels.
         self.slopes: list[tuple[Tensor, Tensor]] = []
         self.of_criterion: Tensor | float = 0.0  # in the first step's loss
+        self.masks: list[Tensor] = []  # int64 (N, H, W)
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)  # which scales by 1
         self.others: dict[str, torch.optim.Optimizer] = {}
         for name, part in parts.items():
@@ -97,6 +99,8 @@ class FirstSteps:
             loss.register_hook(self._check_cleared)
             return
         targets = named["targets"] if "targets" in named else inputs[1]
+        if isinstance(targets, Tensor) and targets.ndim == 3:
+            self.masks.append(targets)
         count = criterion.count(targets, *inputs[2:])
         value = loss.detach()
 
@@ -121,6 +125,8 @@ class FirstSteps:
 
     def _check_first(self, loss: Tensor | float, count: Tensor) -> None:
         replicas.check_slopes(self.slopes, count, self.passes, self.scale)
+        masks.warn_of_void(self.masks)
+        self.masks.clear()
         if self.passes > 1 and self.slopes:
             whole = float(loss)
             part = float(self.of_criterion)

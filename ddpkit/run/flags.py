@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -218,6 +218,15 @@ class Parser(argparse.ArgumentParser):
             return shlex.split(before_comment)
         except ValueError as error:  # a quote that is not closed
             self.error(f"@FILE, line {arg_line!r}: {error}")
+
+
+def task_of(flags: Collection[str]) -> str:
+    """Return the task of a project with these flags, by their names; nothing if in doubt."""
+    for task, names in OF_TASKS.items():
+        own = [name.removeprefix("--").replace("-", "_") for name in names.split()]
+        if sum(name in flags for name in own) > 1:
+            return task
+    return ""
 
 
 def at_home(text: Any) -> Any:

@@ -58,6 +58,10 @@ class RunFolder:
         Raises a UserError if it cannot be read.
         """
         path = self.resume if self.is_path else self.path / "best.pt"
+        if not self.is_path and path.name not in self.names():
+            raise UserError(
+                f"{path}: no such file: train first, or name the --output-dir of a run"
+            )
         self.state = checkpoint.read(path)
         return self.state
 
@@ -148,9 +152,10 @@ class RunFolder:
 
     def _lock(self) -> None:
         if self.is_path and not Path(self.resume).is_file():
-            raise UserError(
-                f"--resume {self.resume}: no such file; use auto, never or a file"
-            )
+            line = f"--resume {self.resume}: no such file; use auto, never or a file"
+            if Path(self.resume).is_dir():
+                line = f"--resume {self.resume}: a folder; name a file in it, such as last.pt"
+            raise UserError(line)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             is_free = files.lock(self.path / ".lock")

@@ -292,14 +292,14 @@ class Run:
         now = distributed.world_size()
         if ranks != now:
             line += f"; {ranks} rank(s) then, {now} now: BatchNorm, dropout and rounding differ"
-        changed = checkpoint.changes(state["args"], self.about["args"])
-        if changed:
-            line += f"; changed: {changed}"
         known = (None, self.source.order["training_set"])
         # within an epoch `progress` says it
         if state.get("training_set") not in known and not state["seen"]:
             line += "; other training images than then"
         distributed.print0(line)
+        changed = checkpoint.changes(state["args"], self.about["args"])
+        if changed:
+            distributed.print0(f"changed since then: {changed}")
 
     def sanity_check(self, evaluate: Evaluate, *args: Any) -> None:
         """Try what follows an epoch on one validation batch, at the start of a run.

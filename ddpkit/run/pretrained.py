@@ -72,7 +72,7 @@ def load_pretrained(
         return
     found = distributed.await_rank_zero(try_to_fetch, name, sources[name])
     if not isinstance(found, str):
-        copy_matching(model, found)
+        copy_matching(model, found, name)
     elif pretrained == "auto":
         distributed.print0(
             f"{found}; starts from scratch; use --weights FILE, or --weights none"
@@ -182,7 +182,9 @@ def fetch(
     return {f"{prefix}{key}": value for key, value in network.state_dict().items()}
 
 
-def copy_matching(model: nn.Module, published: Tensors) -> None:
+def copy_matching(
+    model: nn.Module, published: Tensors, source: str = "the file"
+) -> None:
     """Copy the tensors whose names and shapes match, and print which of `model` do not."""
 
     def bare(name: str) -> str:  # a file may have `module.fc.weight` for `fc.weight`
@@ -207,7 +209,8 @@ def copy_matching(model: nn.Module, published: Tensors) -> None:
         line = "--weights: no tensor has the same name and shape as one of this network, which"
         theirs = next(iter(published), "nothing")
         raise UserError(
-            f"{line} begins with {next(iter(mine))}; the file begins with {theirs}"
+            f"{line} begins with {next(iter(mine))}; {source} begins with {theirs}: is it of "
+            "another --arch?"
         )
     model.load_state_dict(fitting, strict=False)
     new = [name for name in mine if name not in fitting]

@@ -42,6 +42,7 @@ from ddpkit.run.steplog import StepLog
 Log = Callable[[dict[str, float]], object]  # takes a row of numbers
 # takes the id of the run to continue, or None; returns its id, and what takes the rows
 Start = Callable[[str | None], tuple[str, Log]]
+MOST_LEFT_OUT = 0.1  # of the images, in an epoch; more has a remedy
 
 
 class Reporter:
@@ -418,7 +419,10 @@ def left_out(source: TrainSampler | OtherSource) -> str:
     # by weights some images are drawn again, and others are not
     if not count or getattr(source, "cumulated", None) is not None:
         return ""
-    return f"; {count} image(s) left out of each, others each time: too few for one more step"
+    line = f"; each epoch leaves out {count} image(s), others each time: too few for a step"
+    if count > MOST_LEFT_OUT * source.total:
+        line += ", so try a smaller --batch-size"
+    return line
 
 
 def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ddpkit.data import images, samples
+from ddpkit.data import images, masks, samples
 from ddpkit.data.samples import Key, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
-from ddpkit.run import pictures
+from ddpkit.run import mistakes, pictures
 
 COUNT = 12  # images
 HEIGHT = 240  # pixels that each is drawn with
@@ -37,8 +37,11 @@ def draw_check(path: Path, args: Namespace) -> str:
     names = pictures.legible(classes)
     seeded = Seeded(train_set, classes, 0)
     present: set[int] = set()
+    chosen = spread(len(train_set))
+    files = mistakes.short_names(train_set, chosen)
+    targets = []
     with pictures.drawing(path) as figure:
-        for index in spread(len(train_set)):
+        for index, file in zip(chosen, files, strict=True):
             try:
                 target, shown = views(seeded, index)
             except UserError:  # which the report has
@@ -46,8 +49,8 @@ def draw_check(path: Path, args: Namespace) -> str:
             axes = figure.add_subplot(label=str(index))
             axes.axis("off")
             axes.imshow(beside_each_other(shown, classes))
-            name = samples.file_of(train_set, index) or samples.name(train_set, index)
-            lines = [end_of(name)]
+            lines = [file or samples.name(train_set, index)]
+            targets.append(target)
             for _, mask in shown:
                 if mask is not None:
                     present.update(np.unique(mask).tolist())
@@ -61,13 +64,8 @@ def draw_check(path: Path, args: Namespace) -> str:
         if present:
             pictures.draw_legend(figure, classes, present)
     distributed.print0(f"{path}: {len(figure.axes)} training images; look at them")
+    masks.warn_of_void([each for each in targets if each.ndim == 2])
     return ""
-
-
-def end_of(path: str) -> str:
-    """Return folder and name of a file, of a long one the end."""
-    text = str(Path(*Path(path).parts[-2:]))
-    return pictures.clip(text[::-1], 40)[::-1]
 
 
 def spread(total: int) -> list[int]:
@@ -90,20 +88,20 @@ def views(dataset: Seeded, index: int) -> tuple[Tensor, list[Shown]]:
             break
     image, target = dataset[Key(0, index)][:2]
     target = torch.as_tensor(target)
-    masks = [target] if target.ndim == 2 else []
-    return target, [*shown, small(image, *masks)]
+    mask = [target] if target.ndim == 2 else []
+    return target, [*shown, small(image, *mask)]
 
 
-def small(image: Tensor, *masks: Tensor) -> Shown:
+def small(image: Tensor, *mask: Tensor) -> Shown:
     """Return image and mask HEIGHT pixels high."""
     pixels = images.visible(image).permute(1, 2, 0).numpy()
     height, width = pixels.shape[:2]
     size = (max(1, round(width * HEIGHT / height)), HEIGHT)
     drawn = np.array(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
-    if not masks:
+    if not mask:
         return drawn, None
-    mask = Image.fromarray(masks[0].numpy().astype(np.uint8))
-    return drawn, np.array(mask.resize(size, Image.Resampling.NEAREST))
+    numbers = Image.fromarray(mask[0].numpy().astype(np.uint8))
+    return drawn, np.array(numbers.resize(size, Image.Resampling.NEAREST))
 
 
 def beside_each_other(shown: Sequence[Shown], classes: Sequence[str]) -> np.ndarray:

@@ -9,7 +9,6 @@ from generated import Done, Project, both_tasks
 from PIL import Image
 
 from ddpkit.tools.check import write_broken
-from ddpkit.tools.check_picture import end_of
 
 RIGHT = 6  # an orientation in EXIF
 
@@ -247,13 +246,6 @@ def test_own_lines_of_broken_txt(tmp_path: Path) -> None:
     assert rest.count("\n") == 1
 
 
-def test_the_end_of_a_path_is_shown() -> None:
-    assert end_of("/data/a/1.png") == "a/1.png"
-    shown = end_of(f"/data/{'a long name of a class ' * 3}/0001.png")
-    assert len(shown) == 40
-    assert shown.endswith(" class /0001.png")
-
-
 class TestThePicture:
     """check.png."""
 
@@ -281,6 +273,16 @@ class TestThePicture:
         is_line = np.abs(drawn - [3, 250, 7]).max(2) < 40
         # of the images, and in the legend; not the inner part of a hole
         assert 0.005 < is_line.mean() < 0.1
+        void = "of the pixels that training sees are void"
+        assert void not in done.out
+        large = ["--image-size", 256]
+        assert check(project, tmp_path / "set", *large).out.count(void) == 1
+        (tmp_path / "set/train/images/5.png").unlink()
+        (tmp_path / "set/train/masks/5_mask.png").unlink()
+        out = tmp_path / "run"
+        flags = [*large, "--batch-size", 1]
+        done = project.train(tmp_path / "set", out, *flags, on=1).ok()
+        assert done.out.count(void) == 1
 
     def test_flags(self, project: Project, data: Path, tmp_path: Path) -> None:
         """Those of main.py decide what is drawn; a wrong one is said before a file is read."""

@@ -420,8 +420,10 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:500])
     with refusal("checkpoint.unreadable", path):
         checkpoint.read(path)
-    with refusal("files.failure", "best.pt", "No such file"):
+    with refusal("folder.best", "best.pt", "train first"):
         RunFolder(tmp_path).best()
+    with refusal("folder.lock", tmp_path, "a folder; name a file in it"):
+        RunFolder(tmp_path / "out", str(tmp_path))._lock()
     with refusal("folder.lock", tmp_path / "none.pt"):
         RunFolder(tmp_path / "out", str(tmp_path / "none.pt"))._lock()
     (tmp_path / "last.pt").write_bytes(b"PK")

@@ -117,6 +117,35 @@ def test_flags_that_do_not_exist(project):
     project.here(check).ok()
 
 
+@both_tasks
+def test_a_checkpoint_of_the_other_task(project, trained, tmp_path):
+    """Its flags tell; a flag of the other task in a project of one's own does not."""
+    file = tmp_path / "other.pt"
+
+    def check() -> None:
+        import torch
+
+        from ddpkit.run.checkpoint import open_model
+        from flags import parse_args
+        from model import build_model
+
+        def opened() -> None:
+            open_model(file, build_model, parse_args, torch.device("cpu"))
+
+        (other,) = flags.OF_TASKS.keys() - {project.task}
+        names = [name[2:].replace("-", "_") for name in flags.OF_TASKS[other].split()]
+        state = torch.load(trained / "last.pt", weights_only=True)
+        state["args"][names[0]] = None
+        torch.save(state, file)
+        opened()
+        state["args"] = dict.fromkeys(names)
+        torch.save(state, file)
+        with refusal("checkpoint.open_model", file, f"of a {other} project"):
+            opened()
+
+    project.here(check).ok()
+
+
 def test_flags_of_the_tasks():
     """Those that one task alone has are known as such, and synonyms are for what there is."""
     own = {}
@@ -124,7 +153,7 @@ def test_flags_of_the_tasks():
         text = (ROOT / TEMPLATE_FOLDER / "tasks" / task / "flags.py").read_text()
         own[task] = set(re.findall(r'add\("(--[a-z-]+)"', text))
     one, two = own.values()
-    found = {task: set(names.split()) for task, names in flags.OF_TASKS.items()}
+    found = {task: set(names.split()) for task, names in flags.flags.OF_TASKS.items()}
     assert found == dict(zip(TASKS, (one - two, two - one), strict=True))
     others = {word for text in flags.SYNONYMS.values() for word in text.split()}
     others |= set(flags.OF_LAUNCHERS.split())

@@ -419,6 +419,14 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     data = drawn("labels")
     with refusal("places.refuse_unknown", "for a classification project"):
         find("masks", data)
+    listed = next((data / "train").glob("*/*"))
+    with refusal("places.inner_folders", listed, "a file, not a folder"):
+        find("labels", listed)
+    nested = data.with_name("nested")
+    for each in (data / "train").iterdir():
+        shutil.copytree(each, nested / each.name / "2024/cam1")
+    with refusal("places.refuse_unknown", "for a classification project"):
+        find("masks", nested)
     # images of YOLO, whose labels are texts
     for name in "images/train/1.jpg", "labels/train/1.txt":
         (data / "yolo" / name).parent.mkdir(parents=True)

@@ -105,6 +105,7 @@ def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
     with open(out / "per_class.csv", newline="") as file:
         assert len(list(csv.DictReader(file))) == 7
     one = project.train(several, out, "--eval-only", "test", "--json", on=1).ok()
+    assert "images for training (test): " in one.out
     three = project.train(several, out, "--eval-only", "test", "--json", on=3).ok()
     assert one.out.splitlines()[-1] == three.out.splitlines()[-1]
 

@@ -43,8 +43,8 @@ def test_lines_of_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     lines = said.splitlines()
     (about,) = [line for line in lines if "steps per epoch" in line]
     numbers = re.fullmatch(
-        r"(\d+) training \+ \d+ validation images \| (\d+) steps per epoch; (\d+) image\(s\) "
-        "left out of each, others each time: too few for one more step",
+        r"(\d+) training \+ \d+ validation images \| (\d+) steps per epoch; each epoch leaves out "
+        r"(\d+) image\(s\), others each time: too few for a step",
         about,
     )
     total, steps, left = map(int, numbers.groups())
