@@ -95,7 +95,7 @@ def check_optimizer(name: str) -> None:
     others = ["bnb*", "fused*", "adahessian", "kron*"]
     known = timm.optim.list_optimizers(exclude_filters=others)
     if name not in known:
-        near = difflib.get_close_matches(name, ["adamw", "sgd", *known])
+        near = difflib.get_close_matches(name, ["adamw", "sgd", *map(str, known)])
         raise ddpkit.UserError(
             f"--optimizer {name}: not known; did you mean {' or '.join(near) or 'adamw'}?"
         )

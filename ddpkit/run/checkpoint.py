@@ -280,7 +280,7 @@ def open_model(
     from ddpkit.data.masks import Classes  # of images
 
     state = read(path)
-    tasks = task_of(state["args"]), task_of(vars(parse_args([])))
+    tasks = task_of(state["args"]), task_of(vars(parse_args([], {})))
     if all(tasks) and len(set(tasks)) > 1:
         raise UserError(
             f"{path} is of a {tasks[0]} project, and this is one for {tasks[1]}"

@@ -58,7 +58,7 @@ class RunFolder:
         Raises a UserError if it cannot be read.
         """
         path = self.resume if self.is_path else self.path / "best.pt"
-        if not self.is_path and path.name not in self.names():
+        if not self.is_path and "best.pt" not in self.names():
             raise UserError(
                 f"{path}: no such file: train first, or name the --output-dir of a run"
             )

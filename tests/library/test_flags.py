@@ -153,7 +153,7 @@ def test_flags_of_the_tasks():
         text = (ROOT / TEMPLATE_FOLDER / "tasks" / task / "flags.py").read_text()
         own[task] = set(re.findall(r'add\("(--[a-z-]+)"', text))
     one, two = own.values()
-    found = {task: set(names.split()) for task, names in flags.flags.OF_TASKS.items()}
+    found = {task: set(names.split()) for task, names in flags.OF_TASKS.items()}
     assert found == dict(zip(TASKS, (one - two, two - one), strict=True))
     others = {word for text in flags.SYNONYMS.values() for word in text.split()}
     others |= set(flags.OF_LAUNCHERS.split())

@@ -184,6 +184,8 @@ EXCLUSIVE = {
     ("balanced", "loader"),
     ("loader", "balanced"),
     ("regression", "metric"),
+    ("loss", "regression"),
+    ("regression", "loss"),
     ("parts", "regression"),
     ("regression", "parts"),
     ("regression", "heatmap"),
@@ -248,7 +250,7 @@ def test_diffs_apply_and_are_clean(project: Project, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 @pytest.mark.parametrize(
-    "name", ["torchvision", "hugging_face", "parts", "network", "augmentation"]
+    "name", ["torchvision", "hugging_face", "parts", "network", "augmentation", "loss"]
 )
 def test_diffs_of_a_task(
     name: str, project: Project, edited: Callable[[str], Edited]
@@ -259,8 +261,23 @@ def test_diffs_of_a_task(
         one.data = one.out / {TASKS[0]: "cifar10", TASKS[1]: "pets"}[project.task]
     if name == "hugging_face":
         one.data = Path("hf:any")
-    found = one.result("--arch", "mine") if name == "network" else one.result()
+    flags = {"network": ["--arch", "mine"]}
+    if project.task == "segmentation":
+        flags["loss"] = ["--loss", "ce+tversky"]
+    found = one.result(*flags.get(name, []))
     assert {TASKS[0]: "top1", TASKS[1]: "miou"}[project.task] in found
+
+
+def test_gradients_are_clipped_in_each_step(edited: Callable[[str], Edited]) -> None:
+    """Also in those that are not logged: how often that is changes no weight."""
+    one = edited("clip_value")
+    weights = []
+    for every in 0, 1, 2:
+        one.run(f"{every}", "--log-every", every, "--optimizer", "sgd").ok()
+        weights.append(one.state(f"{every}/last.pt")["model"])
+    for other in weights[1:]:
+        for name, weight in weights[0].items():
+            assert torch.equal(weight, other[name])
 
 
 def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
