@@ -54,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         folder.find_checkpoint()
         ddpkit.Run.check_tracker(args.tracker)
+        recipe.check_optimizer(args.optimizer)
     args.amp = recipe.choose_amp(args, device)
     # What does not exist is refused before data are read.
     pretrained = None if folder.state else args.weights
     check_flags(args, pretrained)
-    recipe.check_optimizer(args.optimizer)
 
     # The data. Each sample has random numbers of its own, whichever rank and worker reads
     # it. For validation each image is on one rank, once: nothing is padded or repeated.

@@ -86,8 +86,8 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse a --optimizer that nothing has; leave out those of your own."""
-    if name in ("adamw", "sgd"):
+    """Refuse a --optimizer that nothing has."""
+    if name in ("adamw", "sgd"):  # and of your own, if build_optimizer knows some
         return
     import timm.optim
 
@@ -95,9 +95,12 @@ def check_optimizer(name: str) -> None:
     others = ["bnb*", "fused*", "adahessian", "kron*"]
     known = timm.optim.list_optimizers(exclude_filters=others)
     if name not in known:
-        near = difflib.get_close_matches(name, ["adamw", "sgd", *map(str, known)])
+        near = difflib.get_close_matches(
+            name.lower(), {"adamw", "sgd", *map(str, known)}
+        )
         raise ddpkit.UserError(
-            f"--optimizer {name}: not known; did you mean {' or '.join(near) or 'adamw'}?"
+            f"--optimizer {name}: none of that name that works here; did you mean "
+            f"{' or '.join(sorted(near)) or 'adamw, sgd or muon'}?"
         )
 
 

@@ -25,7 +25,7 @@ from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
 
 VOID = 255  # the class number of pixels without a label
-MOST_VOID = 0.9  # of a mask's pixels; more is said
+MOST_VOID = 0.7  # of a mask's pixels; more is said
 # by what a mask shows: what it means, and in which file
 Meant = dict[str, tuple[str, str]]
 BLACK_WHITE = "black and white"
@@ -440,12 +440,12 @@ def explain_values(values: list[int], names: Sequence[str]) -> str:
     )
 
 
-def warn_of_void(targets: Sequence[Tensor]) -> None:
+def say_void(targets: Sequence[Tensor]) -> None:
     """Say a line if nearly all pixels of some masks, (..., H, W) as training has them, are void."""
     total = sum(each.numel() for each in targets)
     void = sum(int((each == VOID).sum()) for each in targets)
     if void > MOST_VOID * total:
         distributed.print0(
-            f"warning: {void / total:.0%} of the pixels that training sees are void and count "
-            "nothing: is --image-size larger than the images? check.png shows it"
+            f"{void / total:.0%} of the pixels that training sees are void and count nothing: try "
+            "a smaller --image-size, unless the masks have as few labels"
         )

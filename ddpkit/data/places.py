@@ -237,6 +237,12 @@ def images_in(folder: Path) -> list[str]:
     return [name for name in names if is_image(name)]
 
 
+def looks_like_class(folder: Path) -> bool:
+    """Return whether there are images below `folder`, and nowhere folders of images and masks."""
+    below = [Path(at) for at, _, _ in os.walk(folder)]
+    return any_image(folder) and not any(map(has_kinds, below))
+
+
 def any_image(folder: Path) -> bool:
     """Return whether there is an image somewhere below `folder`."""
     return any(is_image(name) for _, _, names in os.walk(folder) for name in names)
@@ -310,19 +316,17 @@ def refuse_unknown(folder: Path, has_masks: bool) -> NoReturn:
     there += [name for name in sorted(os.listdir(folder)) if name not in there]
     hint = ""
     if has_masks:
-        is_other = len(inner) > 1 and all(
-            any_image(each) and not has_kinds(each) for each in inner
-        )
+        is_other = len(inner) > 1 and all(map(looks_like_class, inner))
     else:
         is_other = has_kinds(folder)
     own_names = explain_parts(folder)
     whole = find_whole(folder, has_masks)
-    if is_other:
-        hint = f": {OTHER_TASK[has_masks]}"
-    elif own_names:
+    if own_names:
         hint = f": {own_names}"
     elif whole:
         hint = f": name {whole} instead"
+    elif is_other:
+        hint = f": {OTHER_TASK[has_masks]}"
     raise UserError(
         f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}{hint}; expected "
         f"{EXPECTED[has_masks]}; python -m ddpkit convert takes other formats"

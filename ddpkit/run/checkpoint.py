@@ -280,12 +280,12 @@ def open_model(
     from ddpkit.data.masks import Classes  # of images
 
     state = read(path)
-    tasks = task_of(state["args"]), task_of(vars(parse_args([], {})))
-    if all(tasks) and len(set(tasks)) > 1:
+    args = parse_args([], state["args"])
+    tasks = task_of(state["args"]), task_of(vars(args).keys() - state["args"].keys())
+    if all(tasks):
         raise UserError(
             f"{path} is of a {tasks[0]} project, and this is one for {tasks[1]}"
         )
-    args = parse_args([], state["args"])
     format = Format(**state["format"])
     model = build_model(args, state["classes"], state["channels"])
     load_weights(model, state)

@@ -99,7 +99,7 @@ class FirstSteps:
             loss.register_hook(self._check_cleared)
             return
         targets = named["targets"] if "targets" in named else inputs[1]
-        if isinstance(targets, Tensor) and targets.ndim == 3:
+        if isinstance(targets, Tensor) and is_mask(targets):
             self.masks.append(targets)
         count = criterion.count(targets, *inputs[2:])
         value = loss.detach()
@@ -125,7 +125,7 @@ class FirstSteps:
 
     def _check_first(self, loss: Tensor | float, count: Tensor) -> None:
         replicas.check_slopes(self.slopes, count, self.passes, self.scale)
-        masks.warn_of_void(self.masks)
+        masks.say_void(self.masks)
         self.masks.clear()
         if self.passes > 1 and self.slopes:
             whole = float(loss)
@@ -163,6 +163,10 @@ class FirstSteps:
                 f"warning: {kind} is not given to Run(...) by name: its state is in no checkpoint, "
                 "and a resumed run goes on without it"
             )
+
+
+def is_mask(targets: Tensor) -> bool:
+    return targets.ndim == 3 and not targets.is_floating_point()
 
 
 class LateChanges:

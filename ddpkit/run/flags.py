@@ -221,10 +221,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def task_of(flags: Collection[str]) -> str:
-    """Return the task of a project with these flags, by their names; nothing if in doubt."""
+    """Return the task all of whose own flags are among `flags`, by their names, or nothing."""
     for task, names in OF_TASKS.items():
         own = [name.removeprefix("--").replace("-", "_") for name in names.split()]
-        if sum(name in flags for name in own) > 1:
+        if all(name in flags for name in own):
             return task
     return ""
 

@@ -57,6 +57,7 @@ class RunFolder:
 
         Raises a UserError if it cannot be read.
         """
+        self._check_file()
         path = self.resume if self.is_path else self.path / "best.pt"
         if not self.is_path and "best.pt" not in self.names():
             raise UserError(
@@ -150,12 +151,19 @@ class RunFolder:
         reporting.write_evaluation(shown, self.path / "eval")
         reporting.print_evaluation(shown, results, as_json)
 
+    def _check_file(self) -> None:
+        if not self.is_path or Path(self.resume).is_file():
+            return
+        if Path(self.resume).is_dir():
+            raise UserError(
+                f"--resume {self.resume}: a folder; name a file in it, such as last.pt"
+            )
+        raise UserError(
+            f"--resume {self.resume}: no such file; use auto, never or a file"
+        )
+
     def _lock(self) -> None:
-        if self.is_path and not Path(self.resume).is_file():
-            line = f"--resume {self.resume}: no such file; use auto, never or a file"
-            if Path(self.resume).is_dir():
-                line = f"--resume {self.resume}: a folder; name a file in it, such as last.pt"
-            raise UserError(line)
+        self._check_file()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             is_free = files.lock(self.path / ".lock")
@@ -196,7 +204,7 @@ class RunFolder:
 
     def names(self) -> list[str]:
         """Return what is in the folder; raise if a disk does not answer, unlike exists()."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return files.retried(self.path, os.listdir, self.path)
         return []
 

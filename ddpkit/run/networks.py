@@ -132,7 +132,7 @@ def check_names(arch: str, encoder: str) -> None:
 
     models = torchvision.models
     if not encoder:
-        others = [models.detection, models.optical_flow, models.quantization]
+        others = [models.detection, models.optical_flow]
         others += [models.segmentation, models.video]
         classifiers = set(models.list_models())
         for module in others:
@@ -161,4 +161,6 @@ def check_name(flag: str, name: str, known: Collection[str], of_timm: str = "") 
         names += [f"{of_timm}{each}" for each in timm.list_models()]
     # of an encoder the case counts
     if name not in names and (of_timm == "tu-" or name.lower() not in names):
-        raise UserError(f"{flag} {name}: no network of that name{suggest(name, names)}")
+        raise UserError(
+            f"{flag} {name}: no network of that name for this task{suggest(name, names)}"
+        )

@@ -64,7 +64,7 @@ def draw_check(path: Path, args: Namespace) -> str:
         if present:
             pictures.draw_legend(figure, classes, present)
     distributed.print0(f"{path}: {len(figure.axes)} training images; look at them")
-    masks.warn_of_void([each for each in targets if each.ndim == 2])
+    masks.say_void([each for each in targets if each.ndim == 2])
     return ""
 
 

@@ -273,7 +273,7 @@ class TestThePicture:
         is_line = np.abs(drawn - [3, 250, 7]).max(2) < 40
         # of the images, and in the legend; not the inner part of a hole
         assert 0.005 < is_line.mean() < 0.1
-        void = "of the pixels that training sees are void"
+        void = "of the pixels that training sees are void and"
         assert void not in done.out
         large = ["--image-size", 256]
         assert check(project, tmp_path / "set", *large).out.count(void) == 1

@@ -422,10 +422,13 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
         checkpoint.read(path)
     with refusal("folder.best", "best.pt", "train first"):
         RunFolder(tmp_path).best()
-    with refusal("folder.lock", tmp_path, "a folder; name a file in it"):
-        RunFolder(tmp_path / "out", str(tmp_path))._lock()
-    with refusal("folder.lock", tmp_path / "none.pt"):
+    for open_it in RunFolder._lock, RunFolder.best:
+        with refusal("folder.check_file", tmp_path, "a folder; name a file in it"):
+            open_it(RunFolder(tmp_path / "out", str(tmp_path)))
+    with refusal("folder.check_file", tmp_path / "none.pt"):
         RunFolder(tmp_path / "out", str(tmp_path / "none.pt"))._lock()
+    with refusal("folder.best", path / "best.pt", "train first"):
+        RunFolder(path).best()
     (tmp_path / "last.pt").write_bytes(b"PK")
     (tmp_path / "last-1.pt").write_bytes(b"")
     before = contents(tmp_path)

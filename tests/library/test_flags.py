@@ -135,8 +135,8 @@ def test_a_checkpoint_of_the_other_task(project, trained, tmp_path):
         (other,) = flags.OF_TASKS.keys() - {project.task}
         names = [name[2:].replace("-", "_") for name in flags.OF_TASKS[other].split()]
         state = torch.load(trained / "last.pt", weights_only=True)
-        state["args"][names[0]] = None
-        torch.save(state, file)
+        added = dict.fromkeys(names[1:])  # flags of one's own, later given up
+        torch.save({**state, "args": state["args"] | added}, file)
         opened()
         state["args"] = dict.fromkeys(names)
         torch.save(state, file)

@@ -427,6 +427,11 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
         shutil.copytree(each, nested / each.name / "2024/cam1")
     with refusal("places.refuse_unknown", "for a classification project"):
         find("masks", nested)
+    for kind in "images", "masks":
+        shutil.copytree(data / "val", nested / "more/2024" / kind)
+    with pytest.raises(UserError) as found:
+        find("masks", nested)
+    assert "classification" not in str(found.value)
     # images of YOLO, whose labels are texts
     for name in "images/train/1.jpg", "labels/train/1.txt":
         (data / "yolo" / name).parent.mkdir(parents=True)

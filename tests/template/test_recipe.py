@@ -116,7 +116,7 @@ def test_optimizers() -> None:
     assert slow["head.weight"] == ("AdamW", 0.001, 0.05)
     lion = groups("--optimizer", "lion", "--lr", "0.5", "--weight-decay", "0")
     assert lion["head.weight"] == ("Lion", 0.5, 0)
-    for name, like in ("adammw", "adamw"), ("adahessian", "adamw"):
+    for name, like in ("AdamW", "adamw"), ("adahessian", "muon"), ("xyz", "muon"):
         with refusal("recipe.check_optimizer", f"--optimizer {name}: ", like):
             recipe.check_optimizer(name)
 
