@@ -441,7 +441,7 @@ def explain_values(values: list[int], names: Sequence[str]) -> str:
 
 
 def say_void(targets: Sequence[Tensor]) -> None:
-    """Say a line if nearly all pixels of some masks, (..., H, W) as training has them, are void."""
+    """Say a line if most pixels of some masks, (..., H, W) as training has them, are void."""
     total = sum(each.numel() for each in targets)
     void = sum(int((each == VOID).sum()) for each in targets)
     if void > MOST_VOID * total:

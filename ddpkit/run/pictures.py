@@ -79,7 +79,7 @@ def paint(mask: np.ndarray, classes: Sequence[str]) -> Image.Image:
 
 
 def overlay(image: np.ndarray, mask: np.ndarray, classes: Sequence[str]) -> np.ndarray:
-    """Return uint8 (H, W, 3): `image` (same) with outlines and tint of `mask` (H, W), but black."""
+    """Return uint8 (H, W, 3): `image` tinted and outlined by `mask` (H, W), but for black."""
     colors = colors_of(classes, 256)[mask]
     tinted = Image.blend(Image.fromarray(image), Image.fromarray(colors), 0.4)
     shown = np.where(colors.any(-1, keepdims=True), np.asarray(tinted), image)
