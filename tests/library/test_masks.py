@@ -581,8 +581,9 @@ def test_masks_that_cannot_be_meant(
 
 
 def test_images_of_each_class(capsys: pytest.CaptureFixture) -> None:
-    class_counts.say_images(["a", "b"], [0, 1, 1], [1])
-    counts, warning = capsys.readouterr().out.splitlines()
-    assert counts.endswith("a 1 (0), b 2 (1)")
-    assert "validation" in warning
-    assert warning.endswith(": a")
+    for part, name in ("val", "validation"), ("test", "test"):
+        class_counts.say_images(["a", "b"], [0, 1, 1], [1], part)
+        counts, warning = capsys.readouterr().out.splitlines()
+        assert counts.endswith(f" ({name}): a 1 (0), b 2 (1)")
+        assert f"none of the {name} images" in warning
+        assert warning.endswith(": a")
