@@ -27,7 +27,8 @@ AUGMENTATIONS = {
     "segmentation": "color,grey,rotation,vflip",
 }
 LOSSES = "ce", "dice", "focal", "lovasz", "ce+dice", "ce+0.5*lovasz"
-OPTIMIZERS = "adamw", "adamw", "sgd", "lamb", "lion", "muon", "nadamw"
+# muon takes seconds per step on CPUs
+OPTIMIZERS = "adamw", "adamw", "sgd", "lamb", "lion", "adafactor", "nadamw"
 
 
 @dataclass
