@@ -240,7 +240,7 @@ def images_in(folder: Path) -> list[str]:
 def looks_like_class(folder: Path) -> bool:
     """Return whether there are images below `folder`, and nowhere folders of images and masks."""
     below = [Path(at) for at, _, _ in os.walk(folder)]
-    return any_image(folder) and not any(map(has_kinds, below))
+    return any(map(images_in, below)) and not any(map(has_kinds, below))
 
 
 def any_image(folder: Path) -> bool:
@@ -315,17 +315,15 @@ def refuse_unknown(folder: Path, has_masks: bool) -> NoReturn:
     there = [each.name for each in inner]
     there += [name for name in sorted(os.listdir(folder)) if name not in there]
     hint = ""
-    if has_masks:
-        is_other = len(inner) > 1 and all(map(looks_like_class, inner))
-    else:
-        is_other = has_kinds(folder)
     own_names = explain_parts(folder)
     whole = find_whole(folder, has_masks)
-    if own_names:
+    if not has_masks and has_kinds(folder):
+        hint = f": {OTHER_TASK[has_masks]}"
+    elif own_names:
         hint = f": {own_names}"
     elif whole:
         hint = f": name {whole} instead"
-    elif is_other:
+    elif has_masks and len(inner) > 1 and all(map(looks_like_class, inner)):
         hint = f": {OTHER_TASK[has_masks]}"
     raise UserError(
         f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}{hint}; expected "

@@ -22,7 +22,7 @@ from ddpkit.errors import DiskError, LineError, UserError, clip, shorten
 from ddpkit.ranks import devices
 from ddpkit.ranks.replicas import uncompiled
 from ddpkit.run import states
-from ddpkit.run.flags import task_of
+from ddpkit.run.flags import OF_A_START, task_of
 from ddpkit.run.states import MISFITS, PLAIN, State
 
 if TYPE_CHECKING:
@@ -229,8 +229,7 @@ def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Return the flags that have changed since a checkpoint, such as "--lr 0.1 (was 0.2)"."""
     found = []
     for name, value in to_plain(dict(now)).items():
-        is_asked = name in ("resume", "eval_only", "json")  # of this start
-        if name not in then or is_asked or is_alike(then[name], value):
+        if name not in then or name in OF_A_START or is_alike(then[name], value):
             continue
         before = "not given" if then[name] is None else then[name]
         found.append(f"--{name.replace('_', '-')} {value} (was {before})")

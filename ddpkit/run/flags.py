@@ -35,6 +35,7 @@ OF_TASKS = {
     "classification": "--crop-pct --crop-scale --drop-path --grad-checkpointing",
     "segmentation": "--cutmix --encoder --loss --tile",
 }
+OF_A_START = ("resume", "eval_only", "json")  # of which a run is not another one
 OF_LAUNCHERS = "--gpu --gpus --num-gpus --device --devices --nproc --nproc-per-node"
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from ddpkit.errors import UserError, escape, print_line, reason_of
 from ddpkit.run import rows
-from ddpkit.run.flags import Parser
+from ddpkit.run.flags import OF_A_START, Parser
 from ddpkit.run.rows import Row
 
 # flags that do not matter, and what data and network say
-LEFT_OUT = ("output_dir", "resume", "eval_only", "json", "several_labels", "crop")
+LEFT_OUT = (*OF_A_START, "output_dir", "several_labels", "crop")
 NONE = "-"
 
 

@@ -412,6 +412,10 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     shutil.rmtree(data / "train/1st_manual")
     with refusal("places.refuse_unknown", "for a segmentation project"):
         find("labels", data)
+    shutil.copytree(data, data.with_name("kinds") / "images")
+    shutil.copytree(data / "val/masks", data.with_name("kinds") / "masks")
+    with refusal("places.refuse_unknown", "for a segmentation project"):
+        find("labels", data.with_name("kinds"))
     shutil.copytree(data / "val", data / "valid")
     with refusal("places.choose_folder", "val and valid"):
         find("masks", data)
