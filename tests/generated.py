@@ -280,17 +280,18 @@ def after_step(step: int, act: Patch, *which: int, before: bool = False) -> Patc
     def patch() -> None:
         from ddpkit.run.loop import Run
 
-        end_step = Run.end_step
+        name = "end_step" if before else "_end_turn"
+        end = getattr(Run, name)
 
-        def patched(self: Run, *numbers: Any) -> None:
+        def patched(self: Run, *words: Any, **more: Any) -> None:
             is_here = not which or int(os.environ.get("RANK", 0)) in which
             if before and is_here and self.step + 1 == step:
                 act()
-            end_step(self, *numbers)
+            end(self, *words, **more)
             if not before and is_here and self.step == step:
                 act()
 
-        Run.end_step = patched
+        setattr(Run, name, patched)
 
     return patch
 

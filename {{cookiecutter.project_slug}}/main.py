@@ -10,8 +10,8 @@ Own data:                      ./launch.sh --data DIR --epochs 90
 Evaluate the best checkpoint:  ./launch.sh --data DIR --eval-only
 """
 
-import contextlib
 import functools
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -67,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         val_set, args.batch_size, classes=classes, seed=args.seed, workers=args.workers
     )
 
-    # The network, with the weights of the checkpoint, or else those of --weights.
+    # The network, with the weights of --weights. Those of a checkpoint come last, by Run.
     model = build_model(args, classes, val_loader.dataset.channels, pretrained)
-    folder.load(model, classes, vars(args))
     model = model.to(device).to(memory_format=distributed.memory_layout(device))
     if args.sync_bn:
         if device.type in ("cpu", "mps"):
@@ -85,21 +84,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     predict = functools.partial(infer, args=args)  # for drawings
 
     if args.eval_only:
-        results, confusion, worst = evaluate(
-            model, val_loader, criterion, metrics, args
-        )
+        folder.load(model, classes, vars(args))
+        found = evaluate(model, val_loader, criterion, metrics, args)
         # to eval/ in the folder; prints a table, or with --json a line for programs
-        folder.write(
-            results,
-            confusion,
-            worst,
-            model,
-            val_loader,
-            classes,
-            predict,
-            draw_example,
-            as_json=args.json,
-        )
+        shown = model, val_loader, classes, predict, draw_example
+        folder.write(found, *shown, as_json=args.json)
         return
 
     # Another order in each epoch, from which a run also resumes within an epoch; the last
@@ -154,9 +143,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.epoch < args.freeze_backbone:
             frozen = recipe.freeze_backbone(trained)
         ddp_model = wrap(trained)
-        # What you count from epoch to epoch in a variable starts anew on resume: take it
-        # from run.history, here at the top, or give Run an object with a state_dict, and
-        # change it before run.end_epoch.
+        # What you count from epoch to epoch in a variable starts anew on resume: keep it in
+        # numbers = run.numbers(mine=0), and change it before run.end_epoch.
         for epoch in range(run.epoch, args.epochs):
             if run.is_out_of_patience(args.patience):
                 break
@@ -164,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for param in frozen:
                     param.requires_grad_(True)
                 ddp_model = wrap(trained)
-            train_loss = train_one_epoch(
+            means = train_one_epoch(
                 run, ddp_model, criterion, optimizer, scheduler, scaler, ema, args
             )
             run.save()  # whatever fails from here on costs no epoch
@@ -174,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             lr = optimizer.param_groups[-1]["lr"]  # not the backbone's
             # Saves last.pt, and best.pt if BEST of model.py is better than ever. What you
             # step once in an epoch goes above this line.
-            is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr})
+            is_best = run.end_epoch({**means, **results, "lr": lr})
             if is_best:
                 run.draw(confusion, worst)
 
@@ -197,56 +185,51 @@ def train_one_epoch(
     scaler: torch.amp.GradScaler,
     ema: recipe.Ema | None,
     args: Namespace,
-) -> float:
-    """Train on this rank's share of the rest of the epoch; return the mean loss of all ranks."""
+) -> dict[str, float]:
+    """Train on this rank's share of the rest of the epoch; return train_loss, of all ranks."""
     rank = ddpkit.rank()  # noqa: F841  for conditions of breakpoints, such as rank == 1
     world_size = torch.distributed.get_world_size()
     # Worth its time, as all batches have one shape.
     torch.backends.cudnn.benchmark = not args.deterministic
     recipe.set_training(ddp_model)  # train(), but for what is frozen
-    # The --accumulate batches of each optimizer step, on the device. Sets the epoch of the
-    # sampler, and is given ddp_model to check that this is what is trained.
-    for batches in run.steps(ddp_model):
-        batches = [
-            transform_batch(images, targets, args, len(run.classes))
-            for images, targets, *_ in batches
-        ]
+    # step: of this epoch, also after a resume. batches: the --accumulate of the step, each on
+    # the device when its turn comes. Given ddp_model to check that this is what is trained.
+    for step, batches in run.steps(ddp_model):  # noqa: B007
         # Batches hold unequal numbers of labelled pixels, and a mean of means would be
         # wrong: all losses of a step are divided by the number of labels in all its
         # batches on all ranks, or 1e-6 if there are none.
-        counts = torch.stack([criterion.count(targets) for _, targets in batches])
-        count = distributed.reduce_tensor(counts.sum()).clamp(min=1e-6)
-        losses: list[Tensor] = []
-        for i, (images, targets) in enumerate(batches, 1):
+        count = sum(criterion.count(targets) for targets in batches.targets)
+        count = distributed.reduce_tensor(count).clamp(min=1e-6)
+        loss_sum = 0.0
+        for i, (images, targets, *_) in enumerate(batches, 1):
+            # As many labels as before: `count` has them.
+            images, targets = transform_batch(images, targets, args, len(run.classes))
             # DDP averages the gradients over the ranks in backward(), once in a step.
-            with contextlib.nullcontext() if i == len(batches) else ddp_model.no_sync():
-                with recipe.autocast(args.amp, images.device):
-                    outputs = ddp_model(images)
-                logits = ddpkit.to_logits(outputs)
-                # A sum / count; times world_size, because DDP divides by that. A mean over
-                # the batch that you add to it, below, is mean / len(batches).
-                loss = criterion(logits, targets) * world_size / count
-                scaler.scale(loss).backward()
-            losses.append(loss.detach())
+            ddp_model.require_backward_grad_sync = i == len(batches)
+            with recipe.autocast(args.amp, images.device):
+                outputs = ddp_model(images)
+            logits = ddpkit.to_logits(outputs)
+            # A sum / count; times world_size, because DDP divides by that.
+            # To add a mean over the batch: loss = loss + mean / len(batches)
+            loss = criterion(logits, targets) * world_size / count
+            scaler.scale(loss).backward()
+            loss_sum += loss.detach()
         # What changes gradients comes between this line and scaler.step.
         scaler.unscale_(optimizer)
-        grad_norm = None
-        if run.is_logged:
-            params = ddp_model.parameters()
-            grads = [param.grad for param in params if param.grad is not None]
-            grad_norm = nn.utils.get_total_norm(grads)
-        if args.clip_grad_norm:
-            nn.utils.clip_grad_norm_(ddp_model.parameters(), args.clip_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(
+            ddp_model.parameters(), args.clip_grad_norm or math.inf
+        )
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         scheduler.step()
         if ema:
             ema.update(run.step)
-        # Counts and logs the step; saves, if that is due; after a signal stops here.
-        run.end_step(sum(losses), count, grad_norm)
+        # Counts and logs the step. To count more: correct=(right, len(targets)), for whose
+        # share over all steps and ranks, as run.means() returns it, or a number for its sum.
+        run.end_step(loss_sum, count, grad_norm)
     # All ranks call this. It also gives them the BatchNorm statistics of rank 0.
-    return run.mean_loss()
+    return run.means()
 
 
 @torch.inference_mode()
@@ -264,12 +247,12 @@ def evaluate(
     """
     device = next(model.parameters()).device
     torch.backends.cudnn.benchmark = False  # takes seconds for each image size
-    model.eval()
     metrics.reset()
     place = distributed.sum_device(device)
     totals = torch.zeros(2, dtype=torch.float64, device=place)
     worst = ddpkit.TopLosses(device)
-    for images, targets, *_, indices in ddpkit.eval_batches(loader, device):
+    # Meanwhile the network is in evaluation mode.
+    for images, targets, *_, indices in ddpkit.eval_batches(loader, model):
         with recipe.autocast(args.amp, device):
             logits = infer(model, images, args)
         totals[0] += criterion(logits, targets).to(place)

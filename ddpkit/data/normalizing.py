@@ -57,10 +57,23 @@ def move(batch: Any, device: torch.device, format: Format) -> tuple:
         for part in unpack(batch)
     ]
     moved[0] = normalize_images(moved[0], format)
-    targets = moved[1]
-    if isinstance(targets, Tensor):
-        moved[1] = targets.float() if targets.is_floating_point() else targets.long()
+    moved[1] = as_targets(moved[1])
     return tuple(moved)
+
+
+def targets_of(batch: Any, device: torch.device) -> Any:
+    """Return the targets of a batch on `device`, as `move` does."""
+    targets = unpack(batch)[1]
+    if isinstance(targets, Tensor):
+        targets = targets.to(device, non_blocking=devices.copies_async(device))
+    return as_targets(targets)
+
+
+def as_targets(targets: Any) -> Any:
+    """Return a tensor as int64, or float32; anything else as it is."""
+    if not isinstance(targets, Tensor):
+        return targets
+    return targets.float() if targets.is_floating_point() else targets.long()
 
 
 def normalize_images(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:

@@ -4,9 +4,10 @@ import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import nn
 
 from ddpkit.data import loading, samples
 from ddpkit.data.format import NAME
@@ -24,6 +25,7 @@ from ddpkit.ranks import distributed, stopping
 
 # By their loaders: what `steps_per_epoch` has begun to read, Run goes on with.
 _others: WeakKeyDictionary[Any, OtherSource] = WeakKeyDictionary()
+judged: WeakSet[nn.Module] = WeakSet()  # networks that `eval_batches` was given
 
 
 def steps_per_epoch(loader: Any, accumulate: int) -> int:
@@ -75,8 +77,11 @@ def find_source(
     return loader.sampler
 
 
-def eval_batches(loader: Any, device: torch.device) -> Iterator[tuple]:
-    """Yield this rank's batches for evaluation, (images, targets, ..., indices), on `device`.
+def eval_batches(loader: Any, where: nn.Module | torch.device) -> Iterator[tuple]:
+    """Yield this rank's batches for evaluation, (images, targets, ..., indices).
+
+    where: the network that is evaluated, on whose device they are: meanwhile it is in evaluation
+    mode, and afterwards in that of before, all its modules; or a device.
 
     images: float32 (N, C, H, W), uint8 ones normalised. targets: int64, or float32 if they are
     floating-point. indices: int64 (N,), of the samples in the data set.
@@ -86,14 +91,24 @@ def eval_batches(loader: Any, device: torch.device) -> Iterator[tuple]:
         order of the data set is not kept. After a signal the loop ends early, and all ranks stop
         and save in `compute_metrics`.
 
-        for images, targets, *_, indices in ddpkit.eval_batches(val_loader, device):
+        for images, targets, *_, indices in ddpkit.eval_batches(val_loader, model):
     """
     format = format_of(loader)
-    for batch in _dealt(loader):
-        yield move(batch, device, format)
-        # `compute_metrics` and `end_epoch`, where all ranks pass, stop
-        if stopping.stop_requested():
-            break
+    trained = []
+    if isinstance(where, nn.Module):
+        judged.add(where)
+        trained = [module for module in where.modules() if module.training]
+        where.eval()
+        where = next(where.parameters()).device
+    try:
+        for batch in _dealt(loader):
+            yield move(batch, where, format)
+            # `compute_metrics` and `end_epoch`, where all ranks pass, stop
+            if stopping.stop_requested():
+                break
+    finally:
+        for module in trained:
+            module.training = True
 
 
 def _dealt(loader: Any) -> Iterator[list]:

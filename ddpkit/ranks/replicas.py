@@ -3,7 +3,9 @@
 import itertools
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -23,6 +25,17 @@ def uncompiled(network: nn.Module) -> nn.Module:
     return getattr(network, "_orig_mod", network)
 
 
+def bare(part: Any) -> Any:
+    """Return the network in DistributedDataParallel or Fabric's wrapper; anything else as it is."""
+    network = uncompiled(getattr(part, "_original_module", part))
+    return network.module if isinstance(network, DistributedDataParallel) else network
+
+
+def in_ddp(network: nn.Module) -> nn.Module:
+    """Return the DistributedDataParallel in a wrapper of torch.compile or Fabric, if any."""
+    return uncompiled(getattr(network, "_forward_module", network))
+
+
 def trained_names(network: nn.Module) -> list[str]:
     """Return the names of its weights, in DDP's order, if it has been prepared."""
     return _trained.get(network, [])
@@ -38,7 +51,7 @@ def prepare_network(network: nn.Module) -> None:
     Raises a UserError if it is not in DistributedDataParallel, and there are several ranks; or if
     weights were frozen or unfrozen since.
     """
-    ddp_model = uncompiled(network)
+    ddp_model = in_ddp(network)
     is_new = ddp_model not in _trained
     if isinstance(ddp_model, DistributedDataParallel):
         _check_trained(ddp_model, is_new)
@@ -119,7 +132,7 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
 
 def check_called(network: nn.Module) -> None:
     """Raise a UserError unless `network`, if it is in DDP, was called since last time."""
-    ddp_model = uncompiled(network)
+    ddp_model = in_ddp(network)
     if isinstance(ddp_model, DistributedDataParallel) and ddp_model not in _called:
         raise UserError(
             "a step without a call of ddp_model, which averages the gradients over the ranks: "
@@ -133,11 +146,11 @@ def sync_networks(parts: Iterable[object]) -> None:
     """Give all ranks rank 0's buffers (BatchNorm's statistics); check that weights are equal."""
     for part in parts:
         if isinstance(part, nn.Module):
-            weights = _plain(part.named_parameters())
-            buffers = _plain(part.named_buffers())
+            weights = plain(part.named_parameters())
+            buffers = plain(part.named_buffers())
             names = part.state_dict().keys()
             saved = {name: each for name, each in buffers.items() if name in names}
-            _check_same(weights, saved)
+            check_same(weights, saved)
             # One that is not saved may be a cache, as large as the last images of a
             # rank.
             if len(saved) < len(buffers) and not _find_unlike(buffers):
@@ -145,7 +158,7 @@ def sync_networks(parts: Iterable[object]) -> None:
             _give(list(saved.values()))
 
 
-def _plain(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def plain(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return those that are numbers in memory, not sparse, quantized or without values."""
     found = {}
     for name, each in named:
@@ -173,7 +186,9 @@ def _give(buffers: list[Tensor]) -> None:
         buffer.copy_(value)
 
 
-def _check_same(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+def check_same(
+    weights: dict[str, Tensor], buffers: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
     """Raise a UserError unless `weights` are equal, and `buffers` can be made so."""
     sums = []
     for each in weights.values():
@@ -183,7 +198,7 @@ def _check_same(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
     numbers = []
     if sums:  # read from the device at once
         numbers = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
-    name = _find_unlike(weights | buffers, numbers)
+    name = _find_unlike({**weights, **buffers}, numbers)
     if name:
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not through model; after "

@@ -1,30 +1,32 @@
 """Whether losses and weights are numbers, before they are saved."""
 
 import shlex
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
-from ddpkit.run.progress import Progress
+
+if TYPE_CHECKING:
+    from ddpkit.run.loop import Run
 
 
-def check_weights(model: nn.Module, folder: Path, progress: Progress) -> None:
+def check_weights(model: nn.Module, run: "Run") -> None:
     """Raise a UserError unless all weights are finite; to call on all ranks; one device read."""
     names: list[str] = []
     each: list[Tensor] = []
     for name, weight in model.named_parameters():
         names.append(name)
-        each.append(weight.isfinite().all().to(progress.device))
+        each.append(weight.isfinite().all().to(run.device))
     finite = distributed.reduce_tensor(torch.stack(each).int(), "min").tolist()
     if not all(finite):
         what = names[finite.index(0)]
-        raise not_finite(what, distributed.rank(), folder, progress)
+        raise not_finite(what, distributed.rank(), run)
 
 
-def check_losses(totals: Tensor, folder: Path, progress: Progress) -> None:
+def check_losses(totals: Tensor, run: "Run") -> None:
     """Raise a UserError unless sums of losses, (2,) or (ranks, 2), are finite."""
     fine = totals.isfinite().all(-1)
     if fine.all():
@@ -35,12 +37,13 @@ def check_losses(totals: Tensor, folder: Path, progress: Progress) -> None:
         rank = int(fine.int().argmin())
         if fine.any():
             what = f"the loss of rank {rank}"
-    raise not_finite(what, rank, folder, progress)
+    raise not_finite(what, rank, run)
 
 
-def not_finite(what: str, rank: int, folder: Path, progress: Progress) -> UserError:
-    epoch = progress.epoch + 1
-    step = progress.steps_done or 1
+def not_finite(what: str, rank: int, run: "Run") -> UserError:
+    epoch = run.epoch + 1
+    step = run.done or 1
+    folder = run.folder.path
     again = f"--resume {shlex.quote(str(folder / 'last.pt'))} --output-dir ANOTHER"
     return UserError(
         f"{what} became NaN or inf at epoch {epoch}, step {step}: try a lower --lr or more "

@@ -115,20 +115,12 @@ class RunFolder:
 
         Raises a UserError if the checkpoint is of other classes or of another network.
         """
-        state = self.state
-        if state:
-            checkpoint.check_classes(state["path"], state["classes"], classes)
-            changed = (
-                checkpoint.changes(state["args"], flags) or "what you changed in it"
-            )
-            keep = checkpoint.keep_weights(state["path"])
-            checkpoint.load_weights(model, state, f"undo {changed}, or {keep}")
+        if self.state:
+            load_weights(model, self.state, classes, flags)
 
     def write(
         self,
-        results: Mapping[str, float],
-        confusion: Tensor | None,
-        worst: "Worsts",
+        found: tuple[Mapping[str, float], Tensor | None, "Worsts"],
         model: nn.Module,
         loader: Any,
         classes: Sequence[str],
@@ -138,13 +130,15 @@ class RunFolder:
     ) -> None:
         """Write what an evaluation has found to eval/ in the folder, and print it, on rank 0.
 
-        results: by name, printed below a table of the classes; or, as_json, alone and in one line.
-        confusion: of `compute_metrics`. worst: what TopLosses.compute() returns. loader: of the
-        validation images. classes, predict, draw: as Run takes them.
+        found: as main.evaluate returns it: results by name, printed below a table of the classes,
+        or, as_json, alone and in one line; the confusion matrix of `compute_metrics`; what
+        TopLosses.compute() returns. loader: of the validation images. classes, predict, draw: as
+        Run takes them.
         """
         from ddpkit.run import agreement, reporting
         from ddpkit.run.mistakes import Mistakes
 
+        results, confusion, worst = found
         agreement.check_alike(classes, validation=loader)
         checkpoint.check_format(self.state or {}, normalizing.format_of(loader))
         shown = Mistakes(confusion, worst, model, loader, classes, predict, draw)
@@ -287,6 +281,19 @@ class RunFolder:
         with contextlib.suppress(OSError):  # not every file system supports it
             files.sync(self.path)
         environment.note_checkpoint(self.path)
+
+
+def load_weights(
+    model: nn.Module,
+    state: State,
+    classes: Sequence[str],
+    flags: Mapping[str, object],
+) -> None:
+    """Give `model` the weights of the checkpoint `state`, as RunFolder.load describes."""
+    checkpoint.check_classes(state["path"], state["classes"], classes)
+    changed = checkpoint.changes(state["args"], flags) or "what you changed in it"
+    keep = checkpoint.keep_weights(state["path"])
+    checkpoint.load_weights(model, state, f"undo {changed}, or {keep}")
 
 
 def read_newest(paths: Sequence[Path], read: Read) -> State:

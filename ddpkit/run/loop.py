@@ -1,4 +1,4 @@
-"""class Run: what a training loop needs besides torch. It counts, saves and resumes to the step."""
+"""class Run: Checkpoints of a training of images, with its reports and checks of its numbers."""
 
 import contextlib
 import dataclasses
@@ -8,41 +8,83 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ddpkit.data import normalizing, samples, sources
+from ddpkit.data.format import Format
+from ddpkit.data.other_loaders import OtherSource
 from ddpkit.errors import NoLabelsError, UserError
 from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run import agreement, checkpoint, finite, pictures, reporting, states
 from ddpkit.run.best import Best
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN
 from ddpkit.run.criterion import Criterion
-from ddpkit.run.first_steps import FirstSteps, LateChanges, LoopVariables
-from ddpkit.run.folder import RunFolder
+from ddpkit.run.first_steps import FirstSteps, LateChanges
+from ddpkit.run.folder import RunFolder, load_weights
 from ddpkit.run.mistakes import Mistakes, Worsts
-from ddpkit.run.progress import Progress, progress_line
+from ddpkit.run.progress import Sums, progress_line
+from ddpkit.run.resuming import Checkpoints, Steps, is_later
 from ddpkit.run.rows import Row, recorded_epochs
 from ddpkit.run.states import State
 
-# besides KEYS
-OTHER_KEYS = (
-    "trained",
-    "sampler",
-    "training_set",
-    "colors",
-    "best_by",
-    "path",
-    "trainable",
-)
+# of a checkpoint, besides KEYS
+OTHER_KEYS = {
+    *("trained", "criterion", "sampler", "training_set", "colors", "best_by", "path"),
+    *("trainable", "sums", "of_ranks", "ranks", "draws_by_rank", "done", "is_inside"),
+}
 # of the loss; reading it at every step would stall the device
 SECONDS_BETWEEN_CHECKS = 5
 Evaluate = Callable[..., tuple[dict[str, float], Tensor | None, Worsts]]
 
 
-class Run:
+class LossState:
+    """What training changes of a loss's buffers, a part; what it does not follows the flags."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        self.loss = loss
+        self.first = {name: each.clone() for name, each in loss.state_dict().items()}
+
+    def state_dict(self) -> State:
+        found = {}
+        for name, each in self.loss.state_dict().items():
+            if not torch.equal(each, self.first[name]):
+                found[name] = each
+        return found
+
+    def load_state_dict(self, saved: State) -> None:
+        self.loss.load_state_dict({**self.loss.state_dict(), **saved})
+
+
+class Passes:
+    """The batches of an optimizer step: each is on the device when its turn comes.
+
+    batches: of the loader, whose images have this format.
+    """
+
+    def __init__(self, batches: list, device: torch.device, format: Format) -> None:
+        self.batches = batches
+        self.move = functools.partial(normalizing.move, device=device, format=format)
+        self.device = device
+        self.moved = [self.move(batches[0])] if len(batches) == 1 else None
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple]:
+        return iter(self.moved or map(self.move, self.batches))
+
+    @property
+    def targets(self) -> Iterator[Any]:
+        """Those of each pass, on the device: int64, or float32."""
+        if self.moved:
+            return iter([self.moved[0][1]])
+        return (normalizing.targets_of(batch, self.device) for batch in self.batches)
+
+
+class Run(Checkpoints):
     """A training run: its progress, which it saves and resumes to the step, and its reports.
 
     folder: whose `find_checkpoint` has been called; the run continues from what it found.
@@ -50,7 +92,8 @@ class Run:
         which needs a length, the batches of before are read again, and left out.
     model: the network that is evaluated, saved, exported and predicted with. trained: the one that
         is trained, if that is another, of which `model` is an average.
-    criterion: whose use in the first steps is checked.
+    criterion: whose use in the first steps is checked; what training changes of its buffers is
+        saved.
     optimizer, scheduler, **more: saved by name with state_dict(), resumed with load_state_dict().
         A LambdaLR follows the flags on resume, others resume as saved.
     best: the metric by which best.pt is chosen; of several the first that `evaluate` returns. Lower
@@ -72,9 +115,12 @@ class Run:
         run = ddpkit.Run(folder, train_loader, val_loader, classes, model=model, ...)
         with run:
             for epoch in range(run.epoch, args.epochs):
-                for batches in run.steps(ddp_model):
+                for step, batches in run.steps(ddp_model):
                     ...
     """
+
+    name = "run"
+    goes_on_after_last = False  # it keeps what an epoch's steps have added up
 
     def __init__(
         self,
@@ -106,19 +152,17 @@ class Run:
             )
         agreement.check_alike(classes, training=train_loader, validation=val_loader)
         kept = checkpoint.to_plain(dict(flags or {}))
-        self.folder = folder
         self.train_loader = train_loader
         self.val_loader = val_loader
         self.classes = classes
         self.model = model
         self.trained = model if trained is None else trained
         self.optimizer = optimizer
-        self.epochs = epochs
+        self.last_epoch = epochs
         self.accumulate = accumulate
-        self.save_every = save_every
         self.device = next(model.parameters()).device
-        self.parts = self._parts(scheduler, more)
-        state = folder.take_state(self.parts)
+        self.flags = kept
+        state = folder.state or {}
         self.source = sources.find_source(
             train_loader,
             val_loader,
@@ -126,14 +170,26 @@ class Run:
             seed=kept.get("seed", 0),
             epoch=state.get("epoch", 0),
         )
-        self.progress = Progress(self.source, self.device)
+        self.seen = 0
+        self.sums = Sums(self.device)
         passes = accumulate * distributed.world_size()  # of a step, on all ranks
         self.batch_size = self.source.global_batch // passes
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
         self.chosen = Best(best, val_images, folder, state)
-        self.about = self._about(kept)
         self.history: list[Row] = list(state.get("history", ()))
-        self._resume(state)
+        self.trainable_then = state.get("trainable", 0)
+        super().__init__(
+            folder,
+            save_every=save_every,
+            seed=int(self.source.order["seed"]),
+            **self._parts(scheduler, criterion, more),
+        )
+        self.chosen.begin(state, self.epoch)
+        # In a step each rank draws numbers of its own, as for dropout.
+        self.draws_by_rank = True
+        self.share = distributed.rank()
+        self.share_outside = 0
+        self.about = self._about()
         self.networks: tuple[nn.Module, ...] = ()  # in DistributedDataParallel
         # takes what `evaluate` returns besides its results
         self.mistakes = functools.partial(
@@ -146,13 +202,13 @@ class Run:
         )
         self.checked_at = time.monotonic()
         self.is_out = False  # of patience
-        self.first_steps = FirstSteps(self.parts, optimizer, criterion, accumulate)
-        self.variables = LoopVariables()
+        watched = criterion if isinstance(criterion, Criterion) else None
+        self.first_steps = FirstSteps(self.parts, optimizer, watched, accumulate)
         self.changes = LateChanges(
             self.parts,
             self.trained,
-            trainable_then=state.get("trainable", 0),
-            is_within_epoch=self.progress.seen > 0,
+            trainable_then=self.trainable_then,
+            is_within_epoch=self.seen > 0,
         )
         recorded = distributed.from_rank_zero(recorded_epochs, folder.path)
         self.is_complete = min(self.epoch, recorded) >= epochs
@@ -199,18 +255,6 @@ class Run:
             )
 
     @property
-    def epoch(self) -> int:
-        return self.progress.epoch
-
-    @property
-    def step(self) -> int:
-        return self.progress.step
-
-    @property
-    def seen(self) -> int:
-        return self.progress.seen
-
-    @property
     def best(self) -> float:
         """The best score so far; infinite before the first."""
         return self.chosen.score
@@ -234,7 +278,7 @@ class Run:
 
     # How a run begins, and goes on from a checkpoint.
 
-    def _parts(self, scheduler: Any, more: State) -> State:
+    def _parts(self, scheduler: Any, criterion: Any, more: State) -> State:
         """Return what is saved: with an average of the weights also those that are averaged."""
         taken = more.keys() & {*KEYS, *OTHER_KEYS}
         if taken:
@@ -242,37 +286,70 @@ class Run:
                 f"Run({min(taken)}=...): checkpoints have an entry of that name"
             )
         parts = {"model": self.model, "optimizer": self.optimizer}
-        parts |= {"scheduler": scheduler} | more
+        if scheduler is not None:
+            parts["scheduler"] = scheduler
+        parts |= more
+        if isinstance(criterion, nn.Module) and criterion.state_dict():
+            parts["criterion"] = LossState(criterion)
         if self.trained is not self.model:
             parts["trained"] = self.trained
         return parts
 
-    def _about(self, flags: State) -> State:
+    def _about(self) -> State:
         """Return what is the same in all checkpoints of this run."""
         val_set = getattr(self.val_loader, "dataset", None)
         about = {
-            "kinds": states.kinds(self.parts),
             "classes": list(self.classes),
             "colors": pictures.colors_of(self.classes).tolist(),
-            "resumed_from": self.folder.resume,
-            "args": flags,
+            "args": self.flags,
             "format": dataclasses.asdict(normalizing.format_of(self.val_loader)),
             "channels": getattr(val_set, "channels", 3),
         }
         return checkpoint.to_plain(about)
 
-    def _resume(self, state: State) -> None:
-        """Open the folder; continue from `state`, whose weights the model has already."""
-        if state:
-            self._check_kind(state)
-        self.folder.open_for_training(is_new=not state)
-        if state:
-            self._say_differences(state)
-            self.progress.resume(state)
-            step = self.progress.schedule_step(state)
-            states.load_states(state, self.parts, step)
-        self.chosen.begin(state, self.epoch)
-        states.fill_momenta(self.parts)
+    def _load(self, state: State) -> None:
+        self._check_kind(state)
+        self._say_differences(state)
+        self._go_on(state)
+        state.setdefault("criterion", {})  # which it may have had no need of
+        saved = {}
+        for name, each in state.items():
+            if name in self.parts or is_later(name):
+                saved[name] = each
+        mine = self._own_states(state, saved)
+        load_weights(self.model, state, self.classes, self.flags)
+        step = self._schedule_step(state)
+        states.load_states({**state, **mine}, self.parts, step)
+
+    def _go_on(self, state: State) -> None:
+        """Go on where the checkpoint was; if other batches would follow, at the epoch's start."""
+        self.epoch = state["epoch"]
+        self.step = self.first_step = state["step"]
+        if not state["seen"]:
+            return
+        order = self.source.order
+        has_other_steps = state["global_batch"] != self.source.global_batch
+        reason = ""
+        if isinstance(self.source, OtherSource) and has_other_steps:
+            reason = "the training loader cannot continue with other ranks or batches"
+        elif any(state.get(name) != value for name, value in order.items()):
+            reason = "the images, --seed or the sampler have changed"
+        if reason:
+            distributed.print0(f"{reason}: the epoch starts over")
+            return
+        self.seen = state["seen"]
+        self.done = self.seen // self.source.global_batch
+        self.sums.resume(state)
+
+    def _schedule_step(self, state: State) -> int:
+        """Return at which optimizer step a schedule goes on that follows the flags of now."""
+        then = (state["images"], state["global_batch"], state["seen"])
+        if then == (self.source.total, self.source.global_batch, self.seen):
+            # What was, also if epochs have ended early.
+            known = state["scheduler"].get("last_epoch")
+            if known is not None:
+                return known
+        return self.epoch * self.source.steps + self.done
 
     def _check_kind(self, state: State) -> None:
         """Raise a UserError if the checkpoint's weights are an average, or of other images."""
@@ -287,7 +364,8 @@ class Run:
     def _say_differences(self, state: State) -> None:
         """Print the checkpoint's progress and what has changed since."""
         steps = state["seen"] // state["global_batch"]
-        line = progress_line(state, steps, f"of {self.epochs} epochs")
+        line = progress_line(state, steps, f"of {self.last_epoch} epochs")
+        line += self._place_line(steps)
         ranks = len(state["totals"])
         now = distributed.world_size()
         if ranks != now:
@@ -297,7 +375,7 @@ class Run:
         if state.get("training_set") not in known and not state["seen"]:
             line += "; other training images than then"
         distributed.print0(line)
-        changed = checkpoint.changes(state["args"], self.about["args"])
+        changed = checkpoint.changes(state["args"], self.flags)
         if changed:
             distributed.print0(f"changed since then: {changed}")
 
@@ -307,7 +385,7 @@ class Run:
         evaluate: (model, loader, *args) -> results, confusion matrix, and what
             TopLosses.compute() returns.
         """
-        is_new = self.epoch == 0 and self.progress.seen == 0
+        is_new = self.epoch == 0 and self.seen == 0
         is_known = self.chosen.is_higher is not None
         if self.is_complete or (is_known and not is_new):
             return
@@ -331,30 +409,29 @@ class Run:
     def _block(self) -> Iterator[None]:
         # lets rank 0 print the start lines before any rank can fail
         distributed.barrier()
-        with stopping.on_signals(self.progress.__str__):
+        with stopping.on_signals(self._position), self._in_epochs():
             try:
                 with contextlib.closing(self.report):
                     yield
                 self._keep_changes()
                 # rank 0 may still be saving: its watcher needs the others'
                 distributed.barrier()
-            except stopping.Stopped:
-                if self.folder.saved_step != self.step:
-                    self.save()
-                but = " without --resume never" if self.folder.resume == "never" else ""
-                stopping.exit_stopped(
-                    f"and saved at {self.progress}; run the same command{but} to continue"
-                )
+            except stopping.Stopped:  # in an evaluation
+                self._leave()
         self._say_end()
+
+    def _leave(self) -> NoReturn:
+        self.report.close()
+        super()._leave()
 
     def _say_end(self) -> None:
         if self.is_complete:
             remedy = "use --epochs N for more, --resume never to start over"
             distributed.print0(f"nothing left to do; {remedy}")
-        elif self.epoch < self.epochs and not self.is_out:
+        elif self.epoch < self.last_epoch and not self.is_out:
             distributed.print0(
-                f"the loop was left after epoch {self.epoch} of {self.epochs}: the same command "
-                "goes on from there; to stop early for good, use --patience"
+                f"the loop was left after epoch {self.epoch} of {self.last_epoch}: the same "
+                "command goes on from there; to stop early for good, use --patience"
             )
         else:
             example = samples.file_of(samples.dataset_of(self.val_loader), 0)
@@ -367,126 +444,168 @@ class Run:
 
     # The steps of an epoch.
 
-    def steps(self, *networks: nn.Module) -> Iterator[list[tuple]]:
-        """Yield the batches of each optimizer step of the rest of the epoch, on the device.
+    def steps(self, *networks: nn.Module) -> Steps:  # type: ignore[override]
+        """Return a loop over the optimizer steps that are left of the epoch: (step, batches).
 
-        A step has `accumulate` batches, (images, targets, ...) each. images: float32 (N, C, H, W),
-        uint8 ones normalised. targets: int64, or float32. Each step seeds all random numbers.
+        step: of this epoch, from 0. batches: the `accumulate` of a step, (images, targets, ...)
+        each, on the device when its turn comes; images: float32 (N, C, H, W), uint8 ones
+        normalised; targets: int64, or float32. batches.targets: the targets of each. Each step
+        seeds all random numbers.
 
         networks: those that are trained, in DistributedDataParallel; the first in each step.
         """
+        return Steps(range(self.source.steps), lambda: self._begin_steps(networks))
+
+    def _begin_steps(self, networks: tuple[nn.Module, ...]) -> Iterator:
         self._keep_changes()
         self.variables.begin_epoch(self, self.epoch, self.parts)
         self.changes.before_steps()
         self.report.print_parameters(self.trained)
         self.networks = networks
-        for network in networks:
-            replicas.prepare_network(network)
+        sources.judged.discard(self.model)
         if self.model is not self.trained:
-            self.model.train()  # for end_epoch to see whether `evaluate` was given it
-        format = normalizing.format_of(self.train_loader)
+            self.model.train()  # for end_epoch to see whether it was evaluated
+        return self._turns(self._read_steps, networks, self.source.steps)
+
+    def _read_steps(self) -> Iterator[tuple[int, Passes]]:
         found = self.report.progress(
-            self.source.read_epoch(self.train_loader, self.epoch, self.progress.seen),
+            self.source.read_epoch(self.train_loader, self.epoch, self.seen),
             self.epoch,
-            passes=self.progress.steps_left * self.accumulate,
+            passes=self.steps_left * self.accumulate,
             batch_size=self.batch_size,
         )
-        seed = int(self.source.order["seed"])
+        format = normalizing.format_of(self.train_loader)
         some = list(itertools.islice(found, self.accumulate))
         while some:
             if not self.first_steps.ended:
                 sources.say_floats(some[0], self.val_loader)
-            batches = [normalizing.move(batch, self.device, format) for batch in some]
-            # dropout
-            done = self.progress.steps_done
-            samples.seed(seed, self.epoch, done, distributed.rank())
-            before = self.step
-            yield batches
-            if self.step != before + 1:
-                raise UserError(
-                    "run.end_step was not called once in a turn of the loop over run.steps, which "
-                    "is one optimizer step; for more batches per step use --accumulate, such as "
-                    "--accumulate 4"
-                )
+            yield self.done, Passes(some, self.device, format)
             some = list(itertools.islice(found, self.accumulate))
 
+    @property
+    def steps_left(self) -> int:
+        """Those of this epoch."""
+        return (self.source.total - self.seen) // self.source.global_batch
+
     def end_step(
-        self, loss: Tensor | float, count: Tensor, grad_norm: Tensor | None = None
+        self,
+        loss: Tensor | float,
+        count: Tensor | float,
+        grad_norm: Tensor | None = None,
+        **sums: Any,
     ) -> None:
-        """Count an optimizer step; save if that is due; after a signal stop here, on all ranks.
+        """Count an optimizer step, whose turn ends the loop's body: a save, or a stop, comes then.
 
         loss: the sum of the losses of this rank's batches, whose mean over the ranks is that of the
-        step. count: of the labels of all ranks. grad_norm: of the gradients, for the log.
+        step. count: of the labels of all ranks. grad_norm: of the gradients, for the log. sums: of
+        this rank, by name: numbers to add up, or (sum, count) of a mean; `means` has them of all
+        steps and ranks.
         """
         for network in self.networks[:1]:  # others may be trained now and then
             replicas.check_called(network)
+            if not replicas.bare(network).training:
+                raise UserError(
+                    "a step in evaluation mode: BatchNorm and dropout do not train; evaluate by "
+                    "ddpkit.eval_batches(loader, model), which gives the mode back, or call "
+                    "recipe.set_training(ddp_model) after it"
+                )
         self.first_steps.judge_step(loss, count)
-        self.progress.count_step(loss, count)
+        self.sums.add(loss, count, sums)
+        self.step += 1
+        self.done += 1
+        self.seen += self.source.global_batch
         if self.report.steps.is_due(self.step):
             self._log(grad_norm)
-        if self.save_every and self.step % self.save_every == 0:
-            self.save()
-        elif time.monotonic() - self.checked_at > SECONDS_BETWEEN_CHECKS:
+        if time.monotonic() - self.checked_at > SECONDS_BETWEEN_CHECKS:
             self.checked_at = time.monotonic()
-            finite.check_losses(self.progress.totals, self.folder.path, self.progress)
-        stopping.end_step()
+            finite.check_losses(self.sums.losses, self)
+
+    def _count(self, before: int) -> None:
+        if self.step != before + 1:
+            raise UserError(
+                "run.end_step was not called once in a turn of the loop over run.steps, which "
+                "is one optimizer step; for more batches per step use --accumulate, such as "
+                "--accumulate 4; to leave a step out, call it all the same"
+            )
 
     def _log(self, grad_norm: Tensor | None) -> None:
-        at = f"{self.progress.steps_done}/{self.source.steps}"
+        at = f"{self.done}/{self.source.steps}"
         lr = self.optimizer.param_groups[-1]["lr"]
-        loss = self.progress.loss_since_log()
+        loss = self.sums.loss_since_log()
         self.report.log_step(self.step, loss, lr, grad_norm, at)
 
-    def mean_loss(self) -> float:
-        """Return the mean loss of the epoch over all ranks; all have to call it, after the loop."""
-        is_early = self.progress.steps_left > 0
+    def means(self) -> dict[str, float]:
+        """Return train_loss, the mean over all ranks, and the `sums` of `end_step`, by name.
+
+        All ranks have to call it, after the loop. It gives them the BatchNorm statistics of rank 0.
+        """
+        is_early = self.steps_left > 0
         if is_early:
             name = f"left/{self.step}"
             if not distributed.all_arrive(name, distributed.timeout() / 10):
                 rank = distributed.rank()
                 raise UserError(
-                    f"rank {rank} left the training loop at {self.progress} and other ranks did "
+                    f"rank {rank} left the training loop at {self._position()} and other ranks did "
                     "not: all have to take the same number of steps"
                 )
-        totals = distributed.reduce_tensor(self.progress.totals)
-        finite.check_losses(totals, self.folder.path, self.progress)
-        if is_early:
-            self.progress.end_steps()
+        totals = self.sums.reduced()
+        finite.check_losses(totals[0], self)
+        if is_early:  # a run that resumes starts with the next epoch
+            self.seen = self.source.total
+            self.done = self.source.steps
         self.speed = self.report.speed()
         replicas.sync_networks(self.parts.values())
-        loss, count = totals.tolist()
-        return loss / count if count else 0.0  # class weights may make it small
+        return self.sums.of_all_ranks(totals)
 
     # The end of an epoch.
 
     def end_epoch(self, row: Mapping[str, float | str]) -> bool:
         """Record a finished epoch, its numbers by name, and save; return whether it is the best.
 
-        The numbers are rank 0's. What is stepped after it, such as a scheduler, is saved, too, when
-        `steps` is called, or the `with` block ends.
+        The numbers are rank 0's; a line says which differ between ranks. What is stepped after it,
+        such as a scheduler, is saved, too, when `steps` is called, or the `with` block ends.
         """
         stopping.agree()
-        if self.model.training:
+        if self.model.training and self.model not in sources.judged:
             raise UserError(
                 "evaluate() judged another network than Run(model=...), which is saved: that is "
-                "in training mode; evaluate it, after model.eval(); to save an average of it: "
-                "Run(model=average.module, trained=model, average=average)"
+                "in training mode; evaluate it, by ddpkit.eval_batches(loader, model) or after "
+                "model.eval(); to save an average of it: Run(model=average.module, trained=model, "
+                "average=average)"
             )
         self._choose_score(row)
-        row = distributed.from_rank_zero(checkpoint.to_plain, dict(row))
-        self.progress.next_epoch()
+        row = self._agreed(checkpoint.to_plain(dict(row)))
+        self.epoch += 1
+        self.done = self.seen = 0
+        self.sums.begin_epoch()
+        self._begin_epoch()
         position = {"epoch": self.epoch, "step": self.step}
         self.history.append({**position, **row, **self.speed})
         is_best = self.chosen.take(float(row[self.chosen.name]), self.epoch)
-        self.save(is_best)
+        self._write(is_best)
         self.changes.note_saved()
         self.report.log_last_row(is_best)  # that of `history`
         return is_best
 
+    def _agreed(self, row: Row) -> Row:
+        """Return rank 0's row; say which numbers are others on other ranks."""
+        rows = distributed.gather_objects(row)
+        for name, value in rows[0].items():
+            found = [each.get(name) for each in rows]
+            if len(set(map(str, found))) > 1:
+                values = ", ".join(
+                    f"{each:.6g}" if each else str(each) for each in found
+                )
+                distributed.print0(
+                    f"warning: {name} differs between ranks ({values}): reduce it, as evaluate() "
+                    f"of main.py does its sums; metrics.csv has {value:.6g}, rank 0's"
+                )
+        return rows[0]
+
     def is_out_of_patience(self, patience: int) -> bool:
         """Return whether the last `patience` epochs had no new best; 0: never."""
         since = self.epoch - self.best_epoch
-        self.is_out = 0 < patience <= since and self.epoch < self.epochs
+        self.is_out = 0 < patience <= since and self.epoch < self.last_epoch
         if self.is_out:
             name = self.chosen.name
             distributed.print0(
@@ -514,28 +633,38 @@ class Run:
     def _keep_changes(self) -> None:
         """Save again if a part was changed after `end_epoch`, such as a scheduler stepped there."""
         if self.changes.since_saved():
-            self.save(is_best=self.best_epoch == self.epoch, again=True)
+            self._write(self.best_epoch == self.epoch, keeps_images=True)
 
-    def save(self, is_best: bool = False, again: bool = False) -> None:
+    def save(self) -> None:
         """Write a checkpoint, unless the loss or a weight is not finite; to call on all ranks.
 
-        again: the images of best.pt remain.
+        Within a step it is written at its end.
         """
-        totals = distributed.gather(self.progress.totals)
-        finite.check_losses(totals, self.folder.path, self.progress)
-        finite.check_weights(self.model, self.folder.path, self.progress)
-        state = states.take_states(self.parts)
+        if self.is_in_step:
+            self.is_due = True
+        else:
+            self._write()
+
+    def _write(self, is_best: bool = False, keeps_images: bool = False) -> None:
+        self.is_due = False
+        self.folder.add(self._state(), is_best, keeps_images)
+        self.report.steps.flush()  # a run that resumes here has the entries before
+
+    def _state(self, is_inside: bool = False) -> State:
+        losses = distributed.gather(self.sums.losses)
+        finite.check_losses(losses, self)
+        finite.check_weights(self.model, self)
+        state = super()._state(is_inside)
+        parts = state.pop("parts")
+        state |= {"scheduler": {}, **parts}
         state |= self.about
         state |= self.source.order
         state |= self.chosen.state()
+        state |= self.sums.state(losses)
         state |= {
             "global_batch": self.source.global_batch,
-            "epoch": self.epoch,
-            "step": self.step,
-            "seen": self.progress.seen,
-            "totals": totals.tolist(),
+            "seen": self.seen,
             "trainable": self.changes.trainable(),
             "history": self.history,
         }
-        self.folder.add(state, is_best, keeps_images=again)
-        self.report.steps.flush()  # a run that resumes here has the entries before
+        return state

@@ -1,126 +1,125 @@
-"""How far a training run is, and the losses of its epoch so far."""
+"""How far a run is, as a line; and the sums of an epoch's losses."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddpkit.data.loading import TrainSampler
-from ddpkit.data.other_loaders import OtherSource
 from ddpkit.ranks import devices, distributed
 from ddpkit.run.states import State
 
+LOSS = "train_loss"
 
-class Progress:
-    """Counts epochs, optimizer steps and images; a resumed run goes on with its numbers.
 
-    source: which says how many images a step and an epoch have. device: of the losses.
+class Sums:
+    """This rank's sums over the steps of an epoch, by name, without reading the device.
 
-    epoch: epochs finished. step: optimizer steps taken. seen: images trained on in this epoch, on
-    all ranks. totals: this rank's sum of losses in it, and their count, float64.
+    device: of what is added. Each has two columns, float64: the sum, and that by which it is
+    divided, if it is a mean. The first is the loss.
     """
 
-    def __init__(
-        self, source: TrainSampler | OtherSource, device: torch.device
-    ) -> None:
-        self.source = source
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.epoch = 0
-        self.step = 0
-        self._begin_epoch()
+        self.place = devices.for_sums(device)
+        self.begin_epoch()
 
-    def _begin_epoch(self) -> None:
-        self.seen = 0
-        place = devices.for_sums(self.device)
-        self.sums = torch.zeros(2, dtype=torch.float64, device=place)
-        # what is to be added to them, in the order of the steps, still on the device
-        self.pending: list[tuple[Tensor, Tensor]] = []
-        self.logged = self.totals.clone()  # what the log has of them
+    def begin_epoch(self) -> None:
+        self.rows = {LOSS: self._row()}
+        self.means = {LOSS}
+        # what is to be added, in the order of the steps, still on the device
+        self.pending: list[tuple[str, int, Any, float]] = []
+        self.logged = self.rows[LOSS].clone()  # what the log has of the loss
 
-    def __str__(self) -> str:
-        return f"epoch {self.epoch + 1}, step {self.steps_done}"
+    def _row(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64, device=self.place)
 
-    @property
-    def totals(self) -> Tensor:
-        self._add_pending()
-        return self.sums
+    def add(
+        self, loss: Tensor | float, count: Tensor | float, named: Mapping[str, Any]
+    ) -> None:
+        """Add those of a step: of losses a mean, whose mean over the ranks is that of the step.
+
+        count: of the labels of all ranks. named: of this rank, a number, or a sum and its count.
+        """
+        share = 1 / distributed.world_size()
+        self.pending.append((LOSS, 0, loss * count, share))
+        self.pending.append((LOSS, 1, count, share))
+        for name, value in named.items():
+            if name not in self.rows:
+                self.rows[name] = self._row()
+            if isinstance(value, Sequence):
+                self.means.add(name)
+                self.pending.append((name, 1, value[1], 1))
+                value = value[0]
+            self.pending.append((name, 0, value, 1))
+        # To sums on the CPU they go when these are read: a copy in each step would wait.
+        if self.place == self.device:
+            self._add_pending()
 
     def _add_pending(self) -> None:
-        share = 1 / distributed.world_size()
-        for values in self.pending:
-            for total, value in zip(self.sums, values, strict=True):
-                total.add_(value.to(total.device), alpha=share)
+        for name, column, value, share in self.pending:
+            cell = self.rows[name][column]
+            if isinstance(value, Tensor):
+                value = value.detach().to(cell.device)
+            cell.add_(value, alpha=share)
         self.pending.clear()
 
     @property
-    def steps_done(self) -> int:
-        """Those of this epoch."""
-        return self.seen // self.source.global_batch
-
-    @property
-    def steps_left(self) -> int:
-        """Those of this epoch."""
-        return (self.source.total - self.seen) // self.source.global_batch
-
-    def resume(self, state: State) -> None:
-        """Go on where the checkpoint was; if other batches would follow, at the epoch's start."""
-        self.epoch = state["epoch"]
-        self.step = state["step"]
-        if not state["seen"]:
-            return
-        order = self.source.order
-        has_other_steps = state["global_batch"] != self.source.global_batch
-        reason = ""
-        if isinstance(self.source, OtherSource) and has_other_steps:
-            reason = "the training loader cannot continue with other ranks or batches"
-        elif any(state.get(name) != value for name, value in order.items()):
-            reason = "the images, --seed or the sampler have changed"
-        if reason:
-            distributed.print0(f"{reason}: the epoch starts over")
-            return
-        self.seen = state["seen"]
-        totals = self.totals.new_tensor(state["totals"])  # (ranks of then, 2)
-        if len(totals) == distributed.world_size():
-            self.totals.add_(totals[distributed.rank()])
-        elif distributed.is_rank_zero():
-            self.totals.add_(totals.sum(0))
-        self.logged = self.totals.clone()
-
-    def schedule_step(self, state: State) -> int:
-        """Return at which optimizer step a schedule goes on that follows the flags of now."""
-        then = (state["images"], state["global_batch"], state["seen"])
-        if then == (self.source.total, self.source.global_batch, self.seen):
-            # What was, also if epochs have ended early.
-            known = state["scheduler"].get("last_epoch")
-            if known is not None:
-                return known
-        return self.epoch * self.source.steps + self.steps_done
-
-    def count_step(self, loss: Tensor | float, count: Tensor) -> None:
-        """Count a step, and its losses without reading the device.
-
-        loss: whose mean over the ranks is that of the step. count: of the labels of all ranks.
-        """
-        if isinstance(loss, Tensor):
-            loss = loss.detach()
-        self.pending.append((loss * count, count))
-        # To sums on the CPU they go when these are read: a copy in each step would wait.
-        if self.sums.device == self.device:
-            self._add_pending()
-        self.step += 1
-        self.seen += self.source.global_batch
+    def losses(self) -> Tensor:
+        """The sum of this rank's losses, and their count, float64 (2,)."""
+        self._add_pending()
+        return self.rows[LOSS]
 
     def loss_since_log(self) -> Tensor:
         """Return the mean loss over all ranks since the call before; all have to call it."""
-        loss, count = distributed.reduce_tensor(self.totals - self.logged)
-        self.logged = self.totals.clone()
+        loss, count = distributed.reduce_tensor(self.losses - self.logged)
+        self.logged = self.losses.clone()
         return loss / count
 
-    def end_steps(self) -> None:
-        """Leave out the rest of the epoch: a run that resumes starts with the next one."""
-        self.seen = self.source.total
+    def reduced(self) -> Tensor:
+        """Return the sums of all ranks, float64 (names, 2); all have to call it."""
+        self._add_pending()
+        return distributed.reduce_tensor(torch.stack(list(self.rows.values())))
 
-    def next_epoch(self) -> None:
-        self.epoch += 1
-        self._begin_epoch()
+    def of_all_ranks(self, totals: Tensor) -> dict[str, float]:
+        """Return by name the means, and the sums of what has no count; totals: `reduced`."""
+        found = {}
+        for name, (total, count) in zip(self.rows, totals.tolist(), strict=True):
+            if name in self.means:
+                total = (
+                    total / count if count else 0.0
+                )  # class weights may make it small
+            found[name] = total
+        return found
+
+    def state(self, losses: Tensor) -> State:
+        """Return what a checkpoint keeps; losses: of all ranks, (ranks, 2)."""
+        self._add_pending()
+        sums = {}
+        for name, row in self.rows.items():
+            if name != LOSS:
+                sums[name] = {
+                    "is_mean": name in self.means,
+                    "ranks": distributed.gather(row).tolist(),
+                }
+        return {"totals": losses.tolist(), "sums": sums}
+
+    def resume(self, state: State) -> None:
+        """Go on with the sums of a checkpoint; rank 0 with all, if the ranks were others."""
+        for name, each in state.get("sums", {}).items():
+            self.rows[name] = self._row()
+            if each["is_mean"]:
+                self.means.add(name)
+            self._take(name, each["ranks"])
+        self._take(LOSS, state["totals"])
+        self.logged = self.rows[LOSS].clone()
+
+    def _take(self, name: str, saved: list[list[float]]) -> None:
+        ranks = self.rows[name].new_tensor(saved)
+        if len(ranks) == distributed.world_size():
+            self.rows[name].add_(ranks[distributed.rank()])
+        elif distributed.is_rank_zero():
+            self.rows[name].add_(ranks.sum(0))
 
 
 def progress_line(state: State, steps: int, of_epochs: str = "epochs") -> str:

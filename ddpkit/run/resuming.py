@@ -1,16 +1,20 @@
-"""For a training script of any shape: its state is saved, and resumed to the step."""
+"""The engine of a training script: its state is saved, and resumed to the step."""
 
 import contextlib
+import copy
+import functools
 import itertools
 import math
+import random
+import re
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -30,28 +34,99 @@ from ddpkit.run.checkpoint import Foreign
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import progress_line
 from ddpkit.run.states import State
+from ddpkit.run.unsaved import LoopVariables, say_unsaved
 
-T = TypeVar("T")
 END = object()  # of an iterator
 KINDS = {"parts": dict, "kinds": dict, "resumed_from": str, "ranks": int, "seed": int}
 COUNTS = ("epoch", "done", "step", "global_batch")
 TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
 # Turns over which gradients are added up for a step; after more nobody waits for one.
 MOST_ADDED_UP = 1000
+NUMBERS = "numbers"  # the part that `numbers` makes
+FOREVER = "forever"  # those of `forever`, with a number
+# Classes of which no rank has the whole
+SHARDED = {"DTensor", "FullyShardedDataParallel", "ZeroRedundancyOptimizer"}
 
 
 class Turns:
-    """How many there were since an optimizer took a step: any, it need not be a part.
+    """Those since an optimizer took a step: any, it need not be a part.
 
-    torch keeps the hook for ever: it holds this number alone, no network.
+    torch keeps the hook for ever: it holds these numbers alone, no network.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.period = 1  # turns that the last step of an optimizer took
         register_optimizer_step_post_hook(self._begin_anew)
 
     def _begin_anew(self, *_: object) -> None:
+        self.period = max(self.count, 1)
         self.count = 0
+
+
+class Numbers(types.SimpleNamespace):
+    """What a script counts or collects in its loop, by name: a part of its state."""
+
+    def state_dict(self) -> State:
+        return copy.deepcopy(vars(self))
+
+    def load_state_dict(self, saved: State) -> None:
+        vars(self).update(copy.deepcopy(saved))
+
+
+class Forever:
+    """Endless batches for next(): epoch after epoch of a loader; its place is a part."""
+
+    def __init__(self, loader: Any, read: Callable[..., Iterator]) -> None:
+        self.loader = loader
+        self.read = read  # (loader, epoch, batches that are left out) -> the others
+        self.epoch = 0
+        self.done = 0
+        self.found: Iterator | None = None
+
+    def __iter__(self) -> "Forever":
+        return self
+
+    def __next__(self) -> Any:
+        if self.found is None:
+            self.found = self.read(self.loader, self.epoch, self.done)
+        batch = next(self.found, END)
+        if batch is END:
+            if not self.done:
+                raise UserError("a loader that is read for ever has no batches")
+            self.epoch += 1
+            self.done = 0
+            self.found = None
+            return next(self)
+        self.done += 1
+        return batch
+
+    def state_dict(self) -> State:
+        return {"epoch": self.epoch, "done": self.done}
+
+    def load_state_dict(self, saved: State) -> None:
+        self.epoch = saved["epoch"]
+        self.done = saved["done"]
+        self.found = None
+
+
+class Steps:
+    """A loop over steps, of which an epoch has one. Its length is that of a whole epoch."""
+
+    def __init__(self, batches: Any, begin: Callable[[], Iterator]) -> None:
+        self.batches = batches
+        self.begin = begin
+        self.found: Iterator | None = None  # what next() reads
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator:
+        return self.begin()
+
+    def __next__(self) -> Any:
+        self.found = self.found or self.begin()
+        return next(self.found)
 
 
 class Checkpoints:
@@ -63,13 +138,16 @@ class Checkpoints:
 
     folder: gets last.pt, last-1.pt and best.pt, which torch.load(path, weights_only=True) reads,
         and is locked.
-    parts: by name, whatever has state_dict and load_state_dict: networks, optimizers, schedulers,
-        a GradScaler. Of a network in DistributedDataParallel, the network.
+    parts: by name, whatever has state_dict and load_state_dict. Networks, optimizers, schedulers
+        and a GradScaler have to be the same on all ranks, which each save checks. Of others, such
+        as a reader with a place of its own, the states of all ranks are kept if they differ. Of a
+        network in DistributedDataParallel, or in Fabric's wrapper, the network.
     resume: "auto" from last.pt, if it is there; "never"; or the path of a checkpoint.
     save_every: steps between saves; 0: after each epoch, and at a signal. seed: of the random
-        numbers, of Python, NumPy and torch, in each step.
+        numbers, of Python, NumPy and torch, in each step: those that ranks draw alike, if all ranks
+        have seeded torch alike, else those of each rank.
 
-    epoch, step: those that are done. done: the steps of the epoch that are.
+    epoch, step: those that are done. done: the steps of the epoch that are. best: the best score.
 
     Raises a UserError if the folder cannot be written, or if its checkpoint does not fit.
 
@@ -79,9 +157,12 @@ class Checkpoints:
                 ...
     """
 
+    name = "checkpoints"  # as scripts call it, for messages
+    goes_on_after_last = True  # step of an epoch, though a signal has come
+
     def __init__(
         self,
-        folder: Path | str,
+        folder: Path | str | RunFolder,
         *,
         resume: str = "auto",
         save_every: int = 0,
@@ -89,41 +170,98 @@ class Checkpoints:
         **parts: Any,
     ) -> None:
         distributed.adopt_group()
-        self.parts = {name: unwrapped(part) for name, part in parts.items()}
-        check_parts(self.parts)
-        self.folder = RunFolder(folder, resume, read_own)
+        self.parts = {name: replicas.bare(part) for name, part in parts.items()}
+        check_parts(type(self).__name__, self.parts)
         self.save_every = save_every
         self.seed = seed
         self.epoch = 0
         self.done = 0
         self.step = 0
         self.global_batch = 0  # of a train_loader, to know whether it is the same
-        self.best: float | None = None
+        self.best_score: float | None = None
         self.ranks_then = distributed.world_size()
-        self.is_in_epochs = False
         seeds = distributed.gather_objects(torch.initial_seed())
-        self.is_seeded_by_rank = len(set(seeds)) > 1
+        # whether the ranks have seeded torch each with a number of its own
+        self.draws_by_rank = len(set(seeds)) > 1
+        # of the key of the random numbers, in a step and outside of it
+        self.share = self.share_outside = distributed.rank() * self.draws_by_rank
+        self.streams: dict[int, random.Random] = {}
         # of the generators of each loader
         self.seeds: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self.first_step = 0  # of this process
+        self.is_looked_at = False  # what may have been forgotten
+        self.is_in_epochs = False
         self.is_begun = False  # a loop over steps, of which an epoch has one
+        self.is_kept = False  # the state before the last of them
         self.is_in_step = False
         self.is_due = False  # a save, at the end of the step or epoch
         self.turns = Turns()
-        self.folder.find_checkpoint()
-        state = self.folder.take_state(["parts"])
-        self.folder.open_for_training(is_new=not state)
+        self.variables = LoopVariables(self.name)
+        self.later: dict[str, State] = {}  # saved states of parts that are made later
+        if not isinstance(folder, RunFolder):
+            folder = RunFolder(folder, resume, read_own)
+            folder.find_checkpoint()
+        self.folder = folder
+        state = folder.take_state([*self.parts, "parts"])
         if state:
             self._load(state)
+        folder.open_for_training(is_new=not state)
         states.fill_momenta(self.parts)
 
+    @property
+    def best(self) -> float | None:
+        """The best score of `save_best` so far."""
+        return self.best_score
+
+    # What a script counts, and reads, beside its parts.
+
+    def numbers(self, **first: Any) -> Any:
+        """Return an object with these attributes, which are saved and resumed: a part.
+
+        For what a loop counts or collects: numbers, texts, tensors, lists and dicts of them.
+
+            numbers = checkpoints.numbers(best=0.0, bad=0)
+            numbers.bad += 1
+        """
+        found = Numbers(**first)
+        self._add(NUMBERS, found)
+        return found
+
+    def forever(self, loader: Iterable) -> Forever:
+        """Return endless batches of `loader` for next(), whose place is saved and resumed.
+
+        To call once for each loader, in the same order in each start.
+
+            unlabelled = checkpoints.forever(unlabelled_loader)
+            images = next(unlabelled)
+        """
+        number = sum(isinstance(part, Forever) for part in self.parts.values())
+
+        found = Forever(loader, functools.partial(self._read, number + 1))
+        self._add(f"{FOREVER}{number + 1}", found)
+        return found
+
+    def _add(self, name: str, part: Any) -> None:
+        if name in self.parts:
+            raise UserError(f"{self.name}.{name} is called a second time: once has all")
+        self.parts[name] = part
+        if name in self.later:
+            part.load_state_dict(self.later.pop(name))
+
+    # The loops.
+
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs, from 0, that are left of `count`; saves at the end of each."""
+        """Yield the epochs, from 0, that are left of `count`; saves at the end of each.
+
+        It also saves before the last step of each: if what follows the steps does not end in time
+        after a signal, that step is done once more, and nothing is lost.
+        """
         with on_signals(self._position), self._in_epochs():
             while self.epoch < count:
+                self.variables.begin_epoch(self, self.epoch, self.parts)
                 # for what is drawn before its steps, such as by zip(loader, other)
-                share = distributed.rank() if self.is_seeded_by_rank else 0
-                samples.seed(self.seed, self.epoch, share, 0, 0)
-                self.is_begun = False
+                samples.seed(self.seed, self.epoch, self.share_outside, 0, 0)
+                self._begin_epoch()
                 yield self.epoch
                 self.epoch += 1
                 self.done = 0
@@ -144,8 +282,12 @@ class Checkpoints:
         finally:
             self.is_in_epochs = False
 
-    def steps(self, batches: Iterable[T], *networks: nn.Module) -> Iterator[T]:
-        """Yield the batches that are left of this epoch; the time in between is a step.
+    def _begin_epoch(self) -> None:
+        self.is_begun = False
+        self.is_kept = False  # what a signal after the last step goes back to
+
+    def steps(self, batches: Iterable, *networks: nn.Module) -> Steps:
+        """Return a loop over the batches that are left of this epoch; each turn is a step.
 
         batches: those of `train_loader` go on at once. Of another loader those before are read
             again, and left out; a range, or a list, is cut. All ranks have to take the same number.
@@ -156,38 +298,48 @@ class Checkpoints:
         same step. Both wait for a turn in which an optimizer takes a step, if gradients are added
         up over several.
         """
+        length = None
+        with contextlib.suppress(TypeError):
+            length = len(batches)  # type: ignore[arg-type]
+        return Steps(
+            batches, lambda: self._turns(lambda: self._rest(batches), networks, length)
+        )
+
+    def _turns(
+        self,
+        begin: Callable[[], Iterator],
+        networks: Sequence[nn.Module],
+        length: int | None,
+    ) -> Iterator:
+        """Yield what is left of the batches of an epoch, which has `length`, if that is known."""
         for network in networks:
             replicas.prepare_network(network)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._in_loop())
             if not self.is_in_epochs:
                 stack.enter_context(on_signals(self._position))
-            found = self._rest(batches)
-            batch: Any = next(found, END)
-            while batch is not END:
-                samples.seed(self.seed, self.epoch, self.done, distributed.rank())
+            for batch in begin():
+                self._keep_before_last(length)
+                samples.seed(self.seed, self.epoch, self.done, self.share)
+                self.streams.clear()
                 self.turns.count += 1
                 self.is_in_step = True
+                before = self.step
                 yield batch
                 self.is_in_step = False
-                self.done += 1
-                self.step += 1
-                if self.save_every and self.step % self.save_every == 0:
-                    self.is_due = True
-                if self.is_due and not self._is_between():
-                    self._write()
-                batch = next(found, END)
-                self._end_step(is_last=batch is END)
+                self._count(before)
+                self._end_turn(is_last=self.done == length)
             if not self.is_in_epochs:
                 self._end_loop()
+            elif length is None:
+                self._write()  # there was no telling which step would be the last
 
     @contextlib.contextmanager
     def _in_loop(self) -> Iterator[None]:
         if self.is_begun:
             raise UserError(
-                "a second loop over checkpoints.steps: there is one in each turn of the loop over "
-                "checkpoints.epochs, or one in all; give it all batches, such as "
-                "itertools.chain(loader, other)"
+                f"a second loop over {self.name}.steps in an epoch, or, without epochs, in a run: "
+                "give the first all batches, such as itertools.chain(loader, other)"
             )
         self.is_begun = True
         try:
@@ -197,11 +349,74 @@ class Checkpoints:
             raise
         finally:
             self.is_in_step = False
+            # what is drawn after the steps
+            samples.seed(self.seed, self.epoch, self.share_outside, 1, 0)
+
+    def _keep_before_last(self, length: int | None) -> None:
+        """Save before an epoch's last optimizer step: what follows it may take long."""
+        is_last = length is not None and self.done + self.turns.period >= length
+        if self.goes_on_after_last and self.is_in_epochs and is_last:
+            if self.is_kept or not self.done or self._is_between():
+                return
+            self.is_kept = True
+            if self.folder.saved_step != self.step:
+                self._write()
+
+    def _count(self, before: int) -> None:
+        """Count a turn, before which `before` steps were done."""
+        self.done += 1
+        self.step += 1
+
+    def _end_turn(self, is_last: bool) -> None:
+        if not self.is_looked_at and self.step - self.first_step == 2:
+            self.is_looked_at = True
+            say_unsaved(type(self).__name__, self.parts)
+        if self.save_every and self.step % self.save_every == 0:
+            self.is_due = True
+        if self.is_due and not self._is_between():
+            self._write()
+        try:
+            end_step()
+        except Stopped:  # raised again in each turn until the ranks leave
+            # Resumed after its last step a loop would have no turn, for which few scripts
+            # are written: the ranks leave at the end of the epoch.
+            goes_on = self.goes_on_after_last and is_last
+            if not goes_on and not self._is_between():
+                self._leave()
 
     def _end_loop(self) -> None:
         if self.folder.saved_step != self.step:
             self._write()
         go_on()
+
+    def _is_between(self) -> bool:
+        """Return whether gradients have been added up that no optimizer step has used yet."""
+        if not 0 < self.turns.count <= MOST_ADDED_UP:
+            return False
+        for part in self.parts.values():
+            if isinstance(part, Optimizer):
+                weights = replicas.weights_of(part)
+                if any(weight.grad is not None for weight in weights):
+                    return True
+        return False
+
+    @property
+    def common(self) -> random.Random:
+        """What draws numbers that are the same on all ranks, in each step others."""
+        return self._stream(0)
+
+    @property
+    def own(self) -> random.Random:
+        """What draws numbers of this rank's own, in each step others."""
+        return self._stream(1 + distributed.rank())
+
+    def _stream(self, number: int) -> random.Random:
+        if number not in self.streams:
+            key = self.seed, self.epoch, self.done, number, 1
+            self.streams[number] = random.Random(samples.hash_key(*key))
+        return self.streams[number]
+
+    # What is saved.
 
     def save(self) -> None:
         """Write last.pt: within a step, or an epoch, at its end; to call on all ranks."""
@@ -219,71 +434,93 @@ class Checkpoints:
         is_higher: whether a higher score is better. All ranks have to call it.
         """
         score = distributed.from_rank_zero(lambda: float(score))
-        is_better = self.best is None or (
-            score > self.best if is_higher else score < self.best
-        )
+        before = self.best_score
+        is_better = before is None or (score > before if is_higher else score < before)
         if not is_better or math.isnan(score):
             return False
-        self.best = score
+        self.best_score = score
         self.folder.add_best(self._state(self._is_inside()))
         self.save()
         return True
 
-    def _is_between(self) -> bool:
-        """Return whether gradients have been added up that no optimizer step has used yet."""
-        if not 0 < self.turns.count <= MOST_ADDED_UP:
-            return False
-        for part in self.parts.values():
-            if isinstance(part, Optimizer):
-                weights = replicas.weights_of(part)
-                if any(weight.grad is not None for weight in weights):
-                    return True
-        return False
-
     def _write(self) -> None:
         self.is_due = False
-        self.folder.add(self._state(is_inside=False), is_best=False)
+        self.folder.add(self._state(), is_best=False)
 
-    def _state(self, is_inside: bool) -> State:
+    def _state(self, is_inside: bool = False) -> State:
+        taken = states.take_states(self.parts)
         return {
-            "parts": states.take_states(self.parts),
+            "parts": taken,
+            "of_ranks": states.compare_ranks(self.parts, taken),
             "kinds": states.kinds(self.parts),
             "resumed_from": self.folder.resume,
             "ranks": distributed.world_size(),
             "seed": self.seed,
+            "draws_by_rank": self.draws_by_rank,
             "epoch": self.epoch,
             "done": self.done,
             "step": self.step,
             "is_inside": is_inside,
             "global_batch": self.global_batch,
-            "best": self.best,
+            "best": self.best_score,
         }
 
     def _load(self, state: State) -> None:
         path = state["path"]
         plural = "s" * (state["epoch"] != 1)
-        distributed.print0(progress_line(state, state["done"], f"epoch{plural}"))
+        line = progress_line(state, state["done"], f"epoch{plural}")
+        distributed.print0(line + self._place_line(state["done"]))
         if state.get("is_inside"):
             distributed.print0(
                 "it was saved within a step, or before the end of an epoch: what the script did "
                 "there before is done once more"
             )
+        saved = self._own_states(state, state["parts"])
+        self._compare_names(path, saved.keys())
         names = states.names_of(self.parts)
-        self._compare_names(path, state["parts"].keys())
         for name, part in self.parts.items():
-            if states.is_missing(name, state["parts"], path):
+            if states.is_missing(name, saved, path):
                 continue
             with states.fitting(path, name, TO_UNDO):
                 kind = state["kinds"].get(name)
-                states.load_part(name, part, state["parts"][name], kind, names)
+                states.load_part(name, part, saved[name], kind, names)
         self.epoch = state["epoch"]
-        self.step = state["step"]
+        self.step = self.first_step = state["step"]
         self.done = state["done"]
         self.global_batch = state["global_batch"]
-        self.best = state["best"]
+        self.best_score = state["best"]
         self.ranks_then = state["ranks"]
         if self.done and state["seed"] != self.seed:
             self._start_over(f"seed {state['seed']} then")
+
+    def _place_line(self, done: int) -> str:
+        if not done:
+            return ""
+        return (
+            f"; goes on at step {done + 1}, where variables of the loop begin anew, but for "
+            f"{self.name}.numbers(...)"
+        )
+
+    def _own_states(self, state: State, saved: State) -> State:
+        """Return the saved states of the parts, this rank's of those that each rank has its own.
+
+        Those of parts that are made later are kept for them.
+        """
+        # of version 2, whose steps drew by rank whatever the seeds
+        self.draws_by_rank = state.get("draws_by_rank", True)
+        self.share = distributed.rank() * self.draws_by_rank
+        found = dict(saved)
+        for name, each in state.get("of_ranks", {}).items():
+            if len(each) != distributed.world_size():
+                raise UserError(
+                    f"{state['path']}: {name} had a state of its own on each of {len(each)} ranks: "
+                    f"resume on as many; {TO_UNDO}"
+                )
+            found[name] = each[distributed.rank()]
+        for name in list(found):
+            if is_later(name) and name not in self.parts:
+                self.later[name] = found.pop(name)
+        return found
 
     def _compare_names(self, path: str, then: Iterable[str]) -> None:
         """Raise a UserError if a part may have been renamed; say which are no parts any more."""
@@ -296,7 +533,7 @@ class Checkpoints:
             )
         if left:
             distributed.print0(
-                f"{path} has {shorten(left)}, for which Checkpoints is given no part: left out, "
+                f"{path} has {shorten(left)}, for which {self.name} is given no part: left out, "
                 "and not in what is saved from here on"
             )
 
@@ -304,25 +541,38 @@ class Checkpoints:
         distributed.print0(f"{reason}: the epoch that was stopped starts over")
         self.done = 0
 
-    def _rest(self, batches: Iterable[T]) -> Iterator[T]:
+    def _rest(self, batches: Iterable) -> Iterator:
         """Return an iterator over what is left of the epoch's `batches`."""
         sampler = getattr(batches, "sampler", None)
+        ranks = distributed.world_size()
+        reason = ""  # why other batches would follow
         if isinstance(sampler, TrainSampler):
-            if self.done and sampler.global_batch != self.global_batch:
-                self._start_over("another batch size, or other ranks, then")
+            if sampler.global_batch != self.global_batch:
+                reason = "another batch size, or other ranks, then"
             self.global_batch = sampler.global_batch
-            seen = self.done * sampler.global_batch
-            return sampler.read_epoch(batches, self.epoch, seen)
+        elif not isinstance(batches, Sequence) and self.ranks_then != ranks:
+            reason = f"{self.ranks_then} ranks then"
+        if self.done and reason:
+            self._start_over(reason)
+        return self._read(0, batches, self.epoch, self.done)
+
+    def _read(self, number: int, batches: Any, epoch: int, done: int) -> Iterator:
+        """Return an iterator over the batches of an epoch, but for those that are done.
+
+        number: of the loader, such that each has random numbers of its own.
+        """
+        sampler = getattr(batches, "sampler", None)
+        if isinstance(sampler, TrainSampler):
+            return sampler.read_epoch(batches, epoch, done * sampler.global_batch)
         if isinstance(batches, Sequence):
-            return iter(batches[self.done :])
-        if self.done and self.ranks_then != distributed.world_size():
-            self._start_over(f"{self.ranks_then} ranks then")
-        share = self._share(batches)
-        key = (self.seed, self.epoch, share)
-        found = other_loaders.begun(batches, self.epoch, *key, of_data=True)
-        if self.done:
-            distributed.print0(f"reading {self.done} batches again, which are left out")
-        return itertools.islice(found, self.done, None)
+            return iter(batches[done:])
+        key = [self.seed, epoch, self._share(batches)]
+        if number:
+            key.append(number)
+        found = other_loaders.begun(batches, epoch, *key, of_data=True)
+        if done:
+            distributed.print0(f"reading {done} batches again, which are left out")
+        return itertools.islice(found, done, None)
 
     def _share(self, batches: object) -> int:
         """Return this rank's number, or 0 on all ranks if they have to draw the same.
@@ -338,19 +588,7 @@ class Checkpoints:
             # as before the first epoch, which seeds them
             mine = self.seeds.setdefault(batches, samples.checksum(states))
             has_own = has_own or len(set(distributed.gather_objects(mine))) > 1
-        return distributed.rank() if has_own or self.is_seeded_by_rank else 0
-
-    def _end_step(self, is_last: bool) -> None:
-        try:
-            end_step()
-        except Stopped:
-            # It is raised again in each turn until the ranks leave.
-            if self._is_between():
-                return
-            # Resumed after its last step a loop would have no turn, for which few scripts
-            # are written: the ranks leave at the end of the epoch.
-            if not is_last:
-                self._leave()
+        return distributed.rank() if has_own else self.share_outside
 
     def _leave(self) -> NoReturn:
         if self.folder.saved_step != self.step:
@@ -361,21 +599,35 @@ class Checkpoints:
         return f"epoch {self.epoch + 1}, step {self.done}"
 
 
-def unwrapped(part: Any) -> Any:
-    """Return the network in DistributedDataParallel; anything else as it is."""
-    network = replicas.uncompiled(part)
-    return network.module if isinstance(network, DistributedDataParallel) else part
+def is_later(name: str) -> bool:
+    """Return whether a part of that name is made by `numbers` or `forever`."""
+    return name == NUMBERS or re.fullmatch(FOREVER + r"\d+", name) is not None
 
 
-def check_parts(parts: dict[str, object]) -> None:
-    """Raise a UserError unless each part has what a checkpoint needs of it."""
+def check_parts(door: str, parts: dict[str, object]) -> None:
+    """Raise a UserError unless each part has what a checkpoint needs of it, on one rank.
+
+    door: the class that is given them.
+    """
     for name, part in parts.items():
+        kinds = {kind.__name__ for kind in type(part).__mro__}
+        if isinstance(part, nn.Module):
+            for each in part.modules():
+                kinds.add(type(each).__name__)
+            for weight in part.parameters():
+                kinds.add(type(weight).__name__)
+        sharded = sorted(kinds & SHARDED)
+        if sharded:
+            raise UserError(
+                f"{door}({name}=...): {sharded[0]} has a part of the state on each rank: use "
+                "DistributedDataParallel and a plain optimizer, or save it by "
+                "torch.distributed.checkpoint"
+            )
         for method in "state_dict", "load_state_dict":
             if not callable(getattr(part, method, None)):
                 raise UserError(
-                    f"Checkpoints({name}=...): a {type(part).__name__} has no {method}: give parts "
-                    "that have one; numbers and generators of random numbers need none, if they "
-                    "follow from checkpoints.epoch and checkpoints.step"
+                    f"{door}({name}=...): a {type(part).__name__} has no {method}: give parts "
+                    f"that have one; for numbers and lists there is {door.lower()}.numbers(...)"
                 )
 
 

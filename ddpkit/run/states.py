@@ -7,6 +7,7 @@ loads moments of other shapes, beyond which fused kernels write.
 
 import contextlib
 import copy
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddpkit.errors import UserError, reason_of, shorten
-from ddpkit.ranks import distributed
+from ddpkit.ranks import distributed, replicas
 from ddpkit.ranks.replicas import weights_of
 
 State = dict[str, Any]  # what a checkpoint holds, by name
@@ -46,6 +47,8 @@ MISFITS = (
 )
 ALIKE = (dict, (list, tuple), str, Tensor, (bool, int, float))
 OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# what has to be the same on all ranks
+ON_ALL = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 COMPILED = "_orig_mod."  # in names of weights, by torch.compile
 ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
 
@@ -97,19 +100,57 @@ def load_module(module: nn.Module, saved: State) -> None:
     module.load_state_dict(saved)
 
 
-def summary(parts: Parts) -> str:
-    """Return a text that differs if the state of a part does; it reads the device once."""
-    sums = []
-    others = []
-    for leaf in leaves_of({name: part.state_dict() for name, part in parts.items()}):
-        if not isinstance(leaf, Tensor):
-            others.append(leaf)
+def checksums(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return for each of the `values`, such as states, a number; it reads the device once."""
+    sums: list[Tensor] = []
+    owners: list[str] = []  # of these
+    others: dict[str, list] = {name: [] for name in values}
+    for name, value in values.items():
+        for leaf in leaves_of(value):
+            if not isinstance(leaf, Tensor):
+                others[name].append(leaf)
+                continue
+            # as integers of the size of its numbers, which are few
+            kind = OF_BYTES.get(leaf.element_size(), torch.uint8)
+            flat = leaf.detach().resolve_conj().flatten()
+            sums.append(flat.view(kind).sum(dtype=torch.int64))
+            owners.append(name)
+    if sums:  # read from the device at once
+        read = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
+        for name, total in zip(owners, read, strict=True):
+            others[name].append(total)
+    return {name: zlib.crc32(repr(each).encode()) for name, each in others.items()}
+
+
+def compare_ranks(parts: Parts, taken: State) -> dict[str, list[State]]:
+    """Return the states of all ranks of those parts of which they differ; all have to call it.
+
+    taken: what `take_states` has returned.
+
+    Raises a UserError if that is a part that has to be the same on all ranks.
+    """
+    if distributed.world_size() == 1:
+        return {}
+    compared = {}
+    for name, part in parts.items():
+        compared[name] = taken[name]
+        if isinstance(part, nn.Module):  # buffers are rank 0's
+            compared[name] = replicas.plain(part.named_parameters())
+    ranks = distributed.gather_objects(checksums(compared))
+    own = {}
+    for name, part in parts.items():
+        if all(each[name] == ranks[0][name] for each in ranks):
             continue
-        # as integers of the size of its numbers, which are few
-        kind = OF_BYTES.get(leaf.element_size(), torch.uint8)
-        sums.append(leaf.detach().flatten().view(kind).sum(dtype=torch.int64))
-    found = torch.stack([each.to(sums[0].device) for each in sums])
-    return f"{found.tolist()} {others}"
+        if isinstance(part, nn.Module):
+            replicas.check_same(compared[name])
+        if isinstance(part, ON_ALL):
+            raise UserError(
+                f"the {name} differs between ranks: change it in the same way on all ranks, such "
+                "as by a number that is reduced"
+            )
+        mine = tree_map_only(Tensor, lambda tensor: tensor.cpu(), taken[name])
+        own[name] = distributed.gather_objects(mine)
+    return own
 
 
 def to_host(state: State) -> State:
@@ -162,10 +203,10 @@ def load_states(state: State, parts: Parts, step: int) -> None:
     With a LambdaLR settings and rates are those of the flags, at `step`; else they are as saved.
     """
     path = state["path"]
-    scheduler = parts["scheduler"]
+    scheduler = parts.get("scheduler")
     names = names_of(parts)
     by_flags = type(scheduler) is LambdaLR
-    if not by_flags:
+    if not by_flags and scheduler is not None:
         kind = type(scheduler).__name__
         distributed.print0(
             f"{kind} and the optimizer's settings resume as saved, not as flags say"

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddpkit
 from ddpkit.data import loading, normalizing
+from ddpkit.run.loop import Passes
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -136,14 +137,13 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
         classes: Sequence[str],
         **parts: Any,
     ) -> object:
-        def take_steps(*networks: object) -> Iterator[list[tuple]]:
+        def take_steps(*networks: object) -> Iterator[tuple[int, Passes]]:
             batches = iter(loader)
             format = normalizing.format_of(loader)
-            for _ in range(STEPS):
-                some = islice(batches, parts["accumulate"])
-                moved = [normalizing.move(batch, META, format) for batch in some]
+            for step in range(STEPS):
+                some = list(islice(batches, parts["accumulate"]))
                 reads.step += 1
-                yield moved
+                yield step, Passes(some, META, format)
                 run.step += 1
             reads.step = 0
 

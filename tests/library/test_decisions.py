@@ -76,7 +76,6 @@ def train(
     folder = ddpkit.RunFolder(out, resume)
     folder.find_checkpoint()
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
-    folder.load(net, CLASSES, {})
     if compiled:
         net = torch.compile(net, backend="eager")
     optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)
@@ -108,11 +107,9 @@ def train(
             before(run, scheduler)
             ddp_model = nn.parallel.DistributedDataParallel(net)
             ddp_model.train()
-            for number, batches in enumerate(run.steps(ddp_model), 1):
-                counts = torch.stack(
-                    [criterion.count(targets) for _, targets in batches]
-                )
-                count = distributed.reduce_tensor(counts.sum())
+            for number, (_, batches) in enumerate(run.steps(ddp_model), 1):
+                counts = [criterion.count(targets) for targets in batches.targets]
+                count = distributed.reduce_tensor(sum(counts))
                 losses: list[Tensor] = []
                 for images, targets in batches:
                     loss = criterion(ddp_model(images), targets)
@@ -124,11 +121,11 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
                 run.end_step(sum(losses), count)
-            loss = run.mean_loss()
+            means = run.means()
             run.save()
             found = evaluate(net, val)[0]
             rate = optimizer.param_groups[0]["lr"]
-            run.end_epoch({"train_loss": loss, "lr": rate} | found)
+            run.end_epoch(means | {"lr": rate} | found)
             after(run, scheduler)
             if run.is_out_of_patience(patience):
                 break

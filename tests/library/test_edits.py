@@ -46,7 +46,7 @@ def edited(project: Project, tmp_path: Path) -> Edited:
 IMPORTS = "\n\ndef main(argv"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
-END = "        run.end_step(sum(losses), count, grad_norm)"
+END = "        run.end_step(loss_sum, count, grad_norm)"
 SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
 ONE_GROUP = (OPTIMIZER, OPTIMIZER.replace("groups", "model.parameters()"))
 TWO_LAMBDAS = (
@@ -271,7 +271,7 @@ MISUSES = {  # more of a step: test_own_steps.py
     "another order": ([(SAMPLER, "        shuffle=True,\n")], "loading.loader"),
     "leaves": (
         [(INSIDE, f"        if run.step == 3 and rank == 1: break\n{INSIDE}")],
-        "loop.mean_loss",
+        "loop.means",
     ),
     "unfrozen": ([(WRAPPED, FREEZE)], "replicas.check_trained"),
     "frozen": ([(WRAPPED, FROZEN)], "replicas.check_trained"),
@@ -294,8 +294,8 @@ def test_misuses_of_an_epoch(
 
 BEST = "            if is_best:\n"
 COUNTED = """
-            waited = 0 if train_loss < lowest else waited + 1
-            lowest = min(lowest, train_loss)
+            waited = 0 if means['train_loss'] < lowest else waited + 1
+            lowest = min(lowest, means['train_loss'])
             args.worse += 2
             early.waited += 3
             if run.epoch == 2:
@@ -308,14 +308,14 @@ UNFROZEN = """
             if epoch == 1:
                 model.fc.requires_grad_(True)
                 ddp_model = wrap(trained)
-            train_loss = """
+            means = """
 
 
 def test_unfrozen_in_one_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
     """A run that resumes in a later epoch says that the weights are frozen again."""
     start = edited(
         (WRAPPED, f"        model.fc.requires_grad_(False)\n{WRAPPED}"),
-        ("            train_loss = ", UNFROZEN.lstrip("\n")),
+        ("            means = ", UNFROZEN.lstrip("\n")),
     )
     out = tmp_path / "out"
     more = ["--patience", 0, "--epochs"]
@@ -356,8 +356,8 @@ LOSSES = {
         (OF_LOSS, f"    loss_module = {FUNCTION}\n"),
         (ZERO, ""),
         (
-            "        losses: list[Tensor] = []\n",
-            f"        losses: list[Tensor] = []\n{ZERO}",
+            "        loss_sum = 0.0\n",
+            f"        loss_sum = 0.0\n{ZERO}",
         ),
         (", gradient_as_bucket_view=True)", ")"),
     ],

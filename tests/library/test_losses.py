@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ddpkit
+from ddpkit.data.format import DEFAULT_FORMAT
 from ddpkit.ranks import distributed
+from ddpkit.run import loop
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 WEIGHTED = "--class-weights 0.2,1,5"
@@ -326,14 +328,14 @@ class Step:
         self.classes = "abc"
         self.step = 0
 
-    def steps(self, ddp_model: nn.Module) -> Iterator[list[tuple]]:
-        yield [(x, t if t.is_floating_point() else t.long()) for x, t in self.portions]
+    def steps(self, ddp_model: nn.Module) -> Iterator[tuple[int, loop.Passes]]:
+        yield 0, loop.Passes(self.portions, torch.device("cpu"), DEFAULT_FORMAT)
 
     def end_step(self, loss: Tensor, count: Tensor, norm: object) -> None:
         mean = float(distributed.reduce_tensor(loss)) / distributed.world_size()
         self.ended = mean, float(count)
 
-    mean_loss = staticmethod(lambda: None)
+    means = staticmethod(lambda: None)
 
 
 def with_a_term(train: Callable[..., float]) -> Callable[..., float]:

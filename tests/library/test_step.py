@@ -100,7 +100,7 @@ def main(words):
     loader = torch.utils.data.DataLoader([(torch.ones(4), 1)] * 8, 2)
     run = ddpkit.Run(None, loader, None, "ab", accumulate=1)
     net = torch.nn.parallel.DistributedDataParallel(net)
-    for i, batches in enumerate(run.steps(net)):
+    for i, batches in run.steps(net):
         for inputs, targets in batches:
             loss = torch.nn.functional.cross_entropy(net(inputs), targets)
             PLANTED

@@ -1,0 +1,291 @@
+"""Loops as people write them, with Checkpoints: stopped and killed, they end with the same bits."""
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from generated import refusal
+
+import ddpkit
+from ddpkit.data import samples
+from ddpkit.ranks import distributed
+from ddpkit.run import resuming
+
+SCRIPT = """
+import os, random, signal, sys, time
+import numpy, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+import ddpkit
+
+way = sys.argv[1]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+random.seed(0)
+numpy.random.seed(0)
+torch.manual_seed(0)
+inputs = torch.randn(72, 4)
+data = TensorDataset(inputs, inputs.sum(1))
+loader = ddpkit.train_loader(data, 4, workers=0)
+plain = DataLoader(data, 4, shuffle=True)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+model = DDP(net)
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+
+def step(batch):
+    inputs, targets = batch
+    loss = (model(inputs)[:, 0] - targets).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+"""
+ENDS = """
+numbers = vars(numbers) if "numbers" in dir() else {}
+torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), **numbers}, f"end{rank}")
+"""
+WAYS = {
+    # Counters and lists of the loop; another loop than over epochs would be `while`.
+    "early stopping": """
+checkpoints = ddpkit.Checkpoints("run", model=model, optimizer=optimizer)
+numbers = checkpoints.numbers(best=9e9, bad=0, losses=[], iterations=0)
+for epoch in checkpoints.epochs(9):
+    for batch in checkpoints.steps(loader, model):
+        loss = step(batch)
+        numbers.losses.append(loss)
+        numbers.iterations += 1
+    score = 1 - 0.1 * min(epoch, 1)
+    numbers.bad = 0 if score < numbers.best else numbers.bad + 1
+    numbers.best = min(numbers.best, score)
+    if numbers.bad >= 2:
+        break
+assert epoch == 3
+assert numbers.iterations == len(numbers.losses) == 4 * 9
+""",
+    # By iterations, with next(); each rank's own place in a reader of its own.
+    "iterations": """
+class Reader:
+    def __init__(self):
+        self.at = 1000 * rank
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, saved):
+        self.at = saved["at"]
+
+    def read(self):
+        self.at += 1
+        return self.at / 1e4
+
+reader = Reader()
+checkpoints = ddpkit.Checkpoints(
+    "run", model=model, optimizer=optimizer, reader=reader, save_every=4
+)
+first, second = checkpoints.forever(loader), checkpoints.forever(plain)
+for iteration in checkpoints.steps(range(36), model):
+    inputs, targets = next(first)
+    more, _ = next(second)
+    step((inputs + 0.1 * more + reader.read(), targets))
+assert reader.at == 1000 * rank + 36
+""",
+    # What all ranks draw alike decides a rate, also in a step; own numbers of each rank do not.
+    "common numbers": """
+checkpoints = ddpkit.Checkpoints("run", model=model, optimizer=optimizer)
+numbers = checkpoints.numbers(drawn=[], common=[], own=[])
+for epoch in checkpoints.epochs(4):
+    scale = random.choice([0.5, 1.0, 1.5])
+    for inputs, targets in checkpoints.steps(loader, model):
+        size = random.choice([1.0, 1.25]) * float(torch.rand(())) * numpy.random.rand()
+        numbers.common.append(checkpoints.common.random())
+        numbers.own.append(checkpoints.own.random())
+        step((inputs * scale * size, targets))
+        numbers.drawn.append(size)
+    if random.random() < 0.5:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+    numbers.drawn += [torch.rand(()).item(), numpy.random.rand(), random.random()]
+assert len(set(numbers.drawn)) == len(numbers.drawn)
+""",
+    # An evaluation that a signal cannot wait for, in the first epoch and later.
+    "a long evaluation": """
+checkpoints = ddpkit.Checkpoints("run", model=model, optimizer=optimizer)
+for epoch in checkpoints.epochs(3):
+    for batch in checkpoints.steps(loader, model):
+        loss = step(batch)
+    print("the last loss", loss)
+    open("evaluates", "w").close()
+    if os.environ["AT"] == str(epoch):
+        time.sleep(999)
+""",
+}
+STOPS = {
+    "early stopping": (5, 17, 30),
+    "iterations": (7, 13, 29),
+    "common numbers": (4, 9, 22),
+}
+
+
+def at_turn(step: int, signum: int, *which: int) -> ranks.Patch:
+    """Have these ranks send themselves a signal between step `step` and the next one."""
+
+    def patch() -> None:
+        end_turn = resuming.Checkpoints._end_turn
+
+        def patched(self: ddpkit.Checkpoints, **words: bool) -> None:
+            end_turn(self, **words)
+            if self.step == step and int(os.environ["RANK"]) in which:
+                os.kill(os.getpid(), signum)
+                time.sleep(0.5)  # for the other thread, before the steps are over
+
+        resuming.Checkpoints._end_turn = patched
+
+    return patch
+
+
+def start(way: str, folder: Path, patch: ranks.Patch = int, at: int = -1) -> list[int]:
+    folder.mkdir(exist_ok=True)
+    script = folder / "script.py"
+    script.write_text(SCRIPT + WAYS[way] + ENDS)
+
+    def begin() -> None:
+        os.environ["AT"] = str(at)
+        patch()
+
+    return ranks.start(2, str(script), [way], folder / "printed", folder, begin)
+
+
+def ends(folder: Path) -> list[int]:
+    """Of each rank, a checksum of what it has in the end."""
+    found = [torch.load(folder / f"end{rank}", weights_only=True) for rank in (0, 1)]
+    assert samples.checksum(found[0]["net"]) == samples.checksum(found[1]["net"])
+    return [samples.checksum(each) for each in found]
+
+
+@pytest.mark.parametrize("way", STOPS)
+def test_ways_of_looping(way: str, tmp_path: Path) -> None:
+    """Stopped by a signal to one rank, killed, stopped by one to all: as undisturbed."""
+    whole = tmp_path / "whole"
+    assert ranks.wait(start(way, whole)) == [0, 0], ranks.said(whole / "printed")
+    out, _ = ranks.said(whole / "printed")
+    assert "warning" not in out
+    stopped = tmp_path / "stopped"
+    one, two, three = STOPS[way]
+    assert ranks.wait(start(way, stopped, at_turn(one, signal.SIGTERM, 1))) == [75, 75]
+    dies = at_turn(two, signal.SIGKILL, 0, 1)
+    assert ranks.wait(start(way, stopped, dies)) == [-9, -9]
+    stops = at_turn(three, signal.SIGTERM, 0, 1)
+    assert ranks.wait(start(way, stopped, stops)) == [75, 75]
+    pids = start(way, stopped)
+    assert ranks.wait(pids) == [0, 0], ranks.said(stopped / "printed")
+    out, _ = ranks.said(stopped / "printed")
+    assert re.search(
+        r"goes on at step \d+, where variables of the loop begin anew", out
+    )
+    assert ends(whole) == ends(stopped)
+
+
+def test_a_long_evaluation(tmp_path: Path) -> None:
+    """Killed in it, in the first epoch and in the second: the last step is done once more."""
+    way = "a long evaluation"
+    whole = tmp_path / "whole"
+    assert ranks.wait(start(way, whole)) == [0, 0]
+    killed = tmp_path / "killed"
+    for at in 0, 1:
+        pids = start(way, killed, at=at)
+        deadline = time.monotonic() + 60
+        while not (killed / "evaluates").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if at:  # it has been through the first epoch's
+            time.sleep(1)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert ranks.wait(pids) == [-9, -9]
+        (killed / "evaluates").unlink()
+        state = torch.load(killed / "run" / "last.pt", weights_only=True)
+        assert (state["epoch"], state["done"]) == (at, 8)
+    assert ranks.wait(start(way, killed)) == [0, 0], ranks.said(killed / "printed")
+    assert "and 8 steps of the next" in ranks.said(killed / "printed")[0]
+    assert ends(whole) == ends(killed)
+
+
+@ranks.on_ranks(2)
+def test_parts_of_each_rank(tmp_path: Path) -> None:
+    """What has to be the same on all ranks is compared in each save; others are kept of each."""
+    rank = distributed.rank()
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=net, optimizer=optimizer)
+    numbers = checkpoints.numbers(place=rank, name="same")
+    checkpoints.save()
+    optimizer.param_groups[0]["lr"] = 0.1 + rank
+    with refusal("states.compare_ranks", "optimizer"):
+        checkpoints.save()
+    optimizer.param_groups[0]["lr"] = 0.1
+    with torch.no_grad():
+        net.bias += rank
+    with refusal("replicas.check_same", "bias"):
+        checkpoints.save()
+    again = ddpkit.Checkpoints(tmp_path / "run", net=net, optimizer=optimizer)
+    numbers = again.numbers(place=5, name="", new=3)
+    assert vars(numbers) == {"place": rank, "name": "same", "new": 3}
+    with refusal("resuming.add", "numbers"):
+        again.numbers(other=1)
+
+
+class Sharded(torch.optim.SGD):
+    """With the name that torch's has."""
+
+
+Sharded.__name__ = "ZeroRedundancyOptimizer"
+
+
+def test_states_that_no_rank_has_whole(tmp_path: Path) -> None:
+    """Refused when Checkpoints is made, not in the first save."""
+    net = torch.nn.Linear(2, 2)
+    with refusal("resuming.check_parts", "optimizer", "torch.distributed.checkpoint"):
+        optimizer = Sharded(net.parameters(), 0.1)
+        ddpkit.Checkpoints(tmp_path / "run", net=net, optimizer=optimizer)
+    assert not (tmp_path / "run").exists()
+
+
+@ranks.on_ranks(2)
+def test_a_sharded_network(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    with refusal("resuming.check_parts", "net", "DTensor"):
+        ddpkit.Checkpoints(tmp_path / "run", net=net)
+
+
+def test_a_loop_has_a_length(tmp_path: Path) -> None:
+    """That of a whole epoch, also when a part of it is done."""
+    checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=torch.nn.Linear(2, 2))
+    for _ in checkpoints.epochs(1):
+        steps = checkpoints.steps([1, 2, 3])
+        assert len(steps) == 3
+        assert list(steps) == [1, 2, 3]
+        with pytest.raises(TypeError):
+            len(checkpoints.steps(iter([1])))
+
+
+def test_variables_of_a_loop(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Named, with what keeps them, once."""
+    checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=torch.nn.Linear(2, 2))
+    best = 0.0
+    lengths: list[int] = []
+    for epoch in checkpoints.epochs(4):
+        for _ in checkpoints.steps(range(2)):
+            best += random.random()
+        lengths.append(epoch)
+    out = capsys.readouterr().out
+    assert len(re.findall("warning: best, lengths changed with the epoch", out)) == 1
+    assert "checkpoints.numbers(best=...)" in out
