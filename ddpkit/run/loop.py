@@ -365,7 +365,6 @@ class Run(Checkpoints):
         """Print the checkpoint's progress and what has changed since."""
         steps = state["seen"] // state["global_batch"]
         line = progress_line(state, steps, f"of {self.last_epoch} epochs")
-        line += self._place_line(steps)
         ranks = len(state["totals"])
         now = distributed.world_size()
         if ranks != now:
@@ -374,7 +373,7 @@ class Run(Checkpoints):
         # within an epoch `progress` says it
         if state.get("training_set") not in known and not state["seen"]:
             line += "; other training images than then"
-        distributed.print0(line)
+        distributed.print0(line + self._place_line(steps))
         changed = checkpoint.changes(state["args"], self.flags)
         if changed:
             distributed.print0(f"changed since then: {changed}")
@@ -509,6 +508,8 @@ class Run(Checkpoints):
                     "ddpkit.eval_batches(loader, model), which gives the mode back, or call "
                     "recipe.set_training(ddp_model) after it"
                 )
+        if isinstance(loss, Tensor):
+            loss = loss.detach()
         self.first_steps.judge_step(loss, count)
         self.sums.add(loss, count, sums)
         self.step += 1
@@ -647,7 +648,7 @@ class Run(Checkpoints):
 
     def _write(self, is_best: bool = False, keeps_images: bool = False) -> None:
         self.is_due = False
-        self.folder.add(self._state(), is_best, keeps_images)
+        self.folder.add(self._state(), is_best, keeps_images=keeps_images)
         self.report.steps.flush()  # a run that resumes here has the entries before
 
     def _state(self, is_inside: bool = False) -> State:

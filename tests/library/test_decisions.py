@@ -381,11 +381,11 @@ def test_a_step_after_the_end_of_an_epoch(tmp_path: Path, place: str) -> None:
 @on_ranks(1)
 def test_a_step_before_an_epoch_that_is_resumed(tmp_path: Path, is_top: bool) -> None:
     """It is in the checkpoint already: a line says so."""
-    end_step = ddpkit.Run.end_step
+    end_turn = ddpkit.Run._end_turn
 
-    def killed(run: ddpkit.Run, *numbers: Any) -> None:
-        end_step(run, *numbers)
+    def killed(run: ddpkit.Run, **words: bool) -> None:
         run.save()
+        end_turn(run, **words)
         raise Killed
 
     def step(run: ddpkit.Run, scheduler: Any) -> None:
@@ -395,10 +395,10 @@ def test_a_step_before_an_epoch_that_is_resumed(tmp_path: Path, is_top: bool) ->
     scores = each(0.1, name="top1", is_higher=True)
     lines: list[str] = []
     distributed.print0 = lines.append
-    ddpkit.Run.end_step = killed
+    ddpkit.Run._end_turn = killed
     with contextlib.suppress(Killed):
         train(tmp_path, scores, epochs=1, before=step)
-    ddpkit.Run.end_step = end_step
+    ddpkit.Run._end_turn = end_turn
     train(tmp_path, scores, epochs=1, before=step)
     assert any("1 step of the next" in line for line in lines)
     assert any("changed before run.steps()" in line for line in lines) == is_top
@@ -663,7 +663,7 @@ def test_scalars_of_the_owner(tmp_path: Path) -> None:
 def test_accumulation_by_hand(tmp_path: Path) -> None:
     """It is refused at the first step; of a division that may be left from it, a line."""
     results = each(0.1, name="top1", is_higher=True)
-    with refusal("loop.steps", "run.end_step", "--accumulate 4"):
+    with refusal("loop.count", "run.end_step", "--accumulate 4"):
         train(tmp_path / "hand", results, epochs=1, every=2)
     for weight, divides in (
         (1, False),

@@ -329,7 +329,8 @@ class Step:
         self.step = 0
 
     def steps(self, ddp_model: nn.Module) -> Iterator[tuple[int, loop.Passes]]:
-        yield 0, loop.Passes(self.portions, torch.device("cpu"), DEFAULT_FORMAT)
+        floats = [(x.float(), targets) for x, targets in self.portions]
+        yield 0, loop.Passes(floats, torch.device("cpu"), DEFAULT_FORMAT)
 
     def end_step(self, loss: Tensor, count: Tensor, norm: object) -> None:
         mean = float(distributed.reduce_tensor(loss)) / distributed.world_size()

@@ -107,7 +107,7 @@ CALLED = "replicas.check_called"
 MISUSES = {  # what stands in STEP, what instead, who refuses it
     "a sum": (" * world_size / count", "", SLOPES),
     "a local mean": ("world_size / count", "1 / criterion.count(targets)", SLOPES),
-    "no end": ("run.end_step(sum(losses), count)", "", "loop.steps"),
+    "no end": ("run.end_step(sum(losses), count)", "", "loop.count"),
     "two ends": (
         "run.end_step(",
         "run.end_step(loss, count); run.end_step(",
@@ -161,7 +161,7 @@ SAID = {  # what may be meant: a line says so
     ),
     "an average": (
         "import contextlib",
-        "import contextlib; average = torch.optim.swa_utils.AveragedModel(net)",
+        "import contextlib; run.kept = torch.optim.swa_utils.AveragedModel(net)",
         "AveragedModel is not given to Run(...)",
     ),
 }
