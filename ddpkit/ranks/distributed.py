@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ddpkit.errors import UserError, escape, print_line
-from ddpkit.ranks import devices, environment, meeting, process, protocol
+from ddpkit.ranks import debugger, devices, environment, meeting, process, protocol
 
 T = TypeVar("T")
 OPERATIONS = {
@@ -310,7 +310,7 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
             f"--debug-rank {ranks[-1]}: ranks go from 0 to {world_size() - 1}"
         )
     # In ranks without a debugger breakpoint() then does nothing.
-    sys.breakpointhook = process.stop_in_debugger
+    sys.breakpointhook = debugger.stop
     if rank() not in ranks:
         return
     host = "127.0.0.1"
@@ -343,10 +343,10 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
         # Sooner it may not notice that this is another file.
         time.sleep(1)
         store().set(protocol.DEBUGGED.format(rank()), "")
-        process.follow_debugger()
+        debugger.follow()
     else:
         debugpy.wait_for_client()
-        process.adapt_debugger()
+        debugger.adapt()
 
 
 @contextlib.contextmanager

@@ -32,9 +32,9 @@ from ddpkit.ranks import (
     process,
     protocol,
     replicas,
+    watch,
     workers,
 )
-from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import (
     ANSWER_SECONDS,
     END_SECONDS,
@@ -106,10 +106,10 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     threading.excepthook = workers.on_thread_error
     own_pid = os.getpid()
     try:
-        watch.add_duty(follow_others)
-        watch.add_duty(_follow_workers)
+        watch.thread.add_duty(follow_others)
+        watch.thread.add_duty(_follow_workers)
         yield
-        process.remove_sockets()
+        process.remove_files()
     except BaseException as error:
         if os.getpid() != own_pid:  # in a child that the block has forked
             raise
@@ -166,7 +166,7 @@ def _follow_workers(_: list[int]) -> None:
     fault = workers.find_fault()
     if fault and not distributed.any_debugged():
         time.sleep(2 * POLL_SECONDS)  # let the main thread say it first
-        if not watch.is_leaving:
+        if not process.End.is_leaving:
             _end_if_known(fault)
 
 
@@ -251,7 +251,7 @@ def follow_others(_: list[int]) -> None:
     keep_store()
     try:
         status = ending.status_of_failure()
-        is_held = distributed.any_debugged() or watch.is_leaving
+        is_held = distributed.any_debugged() or process.End.is_leaving
         if status and not is_held:  # nccl does not notice it
             time.sleep(2 * POLL_SECONDS)  # let that rank print its error first
             process.exit_now(status)
@@ -265,7 +265,7 @@ def follow_others(_: list[int]) -> None:
         # nobody to hear.
         if distributed.is_joined() and not isinstance(error, dist.DistError):
             raise
-        watch.duties.remove(follow_others)
+        watch.thread.duties.remove(follow_others)
 
 
 def _lost_rank(error: Exception) -> str | None:

@@ -14,8 +14,15 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ddpkit.errors import print_line
-from ddpkit.ranks import distributed, ending, explaining, failures, process, protocol
-from ddpkit.ranks.process import watch
+from ddpkit.ranks import (
+    distributed,
+    ending,
+    explaining,
+    failures,
+    process,
+    protocol,
+    watch,
+)
 from ddpkit.ranks.protocol import ANSWER_SECONDS, STEP, STOP, STOP_SIGNALS, STOPPED
 
 
@@ -62,10 +69,10 @@ class Stopper:
         except dist.DistError:
             # The store has gone, with the rank or launcher that held it.
             # A launcher that ends sends a signal.
-            for signum in watch.wait_for_signals(ANSWER_SECONDS):
+            for signum in watch.thread.wait_for_signals(ANSWER_SECONDS):
                 if signum in STOP_SIGNALS:
                     process.exit_now(128 + signum)
-            if not watch.is_leaving:  # as the main thread does unless it hangs
+            if not process.End.is_leaving:  # as the main thread does unless it hangs
                 ending.report_and_exit(failures.lost_store(), self.status)
 
     def request_stop(self, signum: int) -> None:
@@ -142,13 +149,15 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
         return
     stopper = _stopper = Stopper()
     explaining.name_position(position)
-    watch.add_duty(failures.follow_others)
-    watch.add_duty(stopper)
-    taken_from = signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
+    watch.thread.add_duty(failures.follow_others)
+    watch.thread.add_duty(stopper)
+    taken_from = signal.set_wakeup_fd(
+        watch.thread.wakeup.fileno(), warn_on_full_buffer=False
+    )
     before = {}
     for signum in STOP_SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup ignores one
-            before[signum] = signal.signal(signum, process.hand_over)
+            before[signum] = signal.signal(signum, watch.hand_over)
     is_done = False
     try:
         yield
@@ -157,7 +166,7 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
         _stopper = None
         if is_done:
             explaining.name_position(str)  # what follows is in no epoch
-        watch.remove_duty(stopper)
+        watch.thread.remove_duty(stopper)
         signal.set_wakeup_fd(taken_from)
         # a notebook, whose process remains, has no file
         is_script = hasattr(sys.modules["__main__"], "__file__")
@@ -174,7 +183,7 @@ def _exit_soon(*_: object) -> None:
         if time.monotonic() > deadline:
             process.exit_now(STOPPED)
 
-    watch.add_duty(exit_late)
+    watch.thread.add_duty(exit_late)
 
 
 def end_step() -> None:

@@ -11,12 +11,22 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
-from generated import children, wait_for
+from generated import children as living
+from generated import wait_for
 from ranks import on_ranks
 from torch.utils.data import DataLoader
 
 from ddpkit.data import loading
-from ddpkit.ranks import distributed, failures, process, protocol, stopping, workers
+from ddpkit.ranks import (
+    children,
+    distributed,
+    failures,
+    process,
+    protocol,
+    stopping,
+    watch,
+    workers,
+)
 from ddpkit.run import reporting
 
 context = multiprocessing.get_context("fork")
@@ -74,7 +84,7 @@ def test_what_a_loader_worker_starts():
     """The worker outlives a request to stop, but a program that it starts ends as any other."""
 
     def work(results: multiprocessing.Queue) -> None:
-        process.start_worker(0)
+        children.start_worker(0)
         os.kill(os.getpid(), signal.SIGTERM)
         program = subprocess.Popen(["sleep", "60"])
         program.terminate()
@@ -97,8 +107,8 @@ def test_a_child_that_fails(tmp_path):
         raise ValueError("a bug of the child")
 
     def use_lock() -> None:
-        assert process.watch.lock.acquire(timeout=5)
-        process.watch.lock.release()
+        assert watch.thread.lock.acquire(timeout=5)
+        watch.thread.lock.release()
 
     report = reporting.Reporter(tmp_path, epochs=2)
     report.log_epoch({})  # which starts TensorBoard's thread
@@ -106,7 +116,7 @@ def test_a_child_that_fails(tmp_path):
     with failures.one_line_errors(), stopping.on_signals(str), closing:
         other = context.Process(target=sleep, daemon=True)
         other.start()
-        with process.watch.lock:  # as if the thread were at work
+        with watch.thread.lock:  # as if the thread were at work
             assert status_of(forked(use_lock)) == 0
         assert status_of(forked(bug)) == 1
         assert not distributed.store().check([protocol.ERROR])
@@ -144,8 +154,8 @@ def test_a_pool_in_evaluation(project, few, tmp_path):
     pooled = project.copy(tmp_path / "pooled", (reset, POOL + reset))
     started = pooled.start(project.flags(few, tmp_path / "out", "--epochs", 9))
     wait_for((tmp_path / "out" / "last.pt").exists)
-    wait_for(lambda: len(children()) == 6)
-    for pid in children():
+    wait_for(lambda: len(living()) == 6)
+    for pid in living():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGINT)
     done = started.end()

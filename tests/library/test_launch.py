@@ -20,8 +20,8 @@ from ddpkit.ranks import distributed
 
 MEETING = """
 import pathlib, time
-from ddpkit.ranks import distributed, failures, process
-process.install_handlers()
+from ddpkit.ranks import distributed, failures, handlers, process
+handlers.install_handlers()
 with failures.one_line_errors():
     distributed.setup()
     distributed.barrier()

@@ -32,8 +32,8 @@ from ddpkit.ranks import (
     explaining,
     failures,
     meeting,
-    process,
     protocol,
+    watch,
 )
 from ddpkit.run import agreement
 
@@ -296,7 +296,7 @@ def test_a_store_that_is_cleaned_away(tmp_path):
         distributed.barrier()
         if distributed.is_rank_zero():
             wait_for(lambda: failures._store_file)
-            with process.watch.lock:  # as it may come before the thread looks
+            with watch.thread.lock:  # as it may come before the thread looks
                 shutil.rmtree(folder)
                 folder.mkdir(0o700)
                 distributed.store().set("meanwhile", "1")

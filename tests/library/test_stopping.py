@@ -257,7 +257,8 @@ def test_how_ranks_have_ended(tmp_path):
 )
 def test_a_rank_that_exits_silently(tmp_path, end, is_silent):
     """It leaves a file for its launcher; with a traceback or a known reason it does not."""
-    begin = "import os, subprocess, sys; from ddpkit.ranks import process; process.note_start();"
+    begin = "import os, subprocess, sys; from ddpkit.ranks import handlers, process"
+    begin += "; handlers.note_start();"
     code = f"{begin} OTHER = {begin!r} + 'process.note_exit()'; {end}"
     path = tmp_path / "silent"
     env = {**os.environ, protocol.SILENT: str(path)}
