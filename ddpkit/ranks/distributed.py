@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -158,8 +158,8 @@ def _take_store() -> None:
 
 
 def teardown() -> None:
-    """Leave the process group once all ranks have come this far."""
-    barrier()
+    """Leave the process group once all ranks have come this far, however long one needs."""
+    wait_for_all()
     Group.has_met = False
     dist.destroy_process_group()
 
@@ -277,6 +277,32 @@ def await_rank_zero(function: Callable[..., T], *args: object) -> T:
     return from_rank_zero(lambda: box[0])
 
 
+def wait_for_all() -> None:
+    """As `barrier`, but a rank may come later than --dist-timeout after the others."""
+    await_rank_zero(int)
+
+
+def states(ranks: Iterable[int]) -> list[str]:
+    """Return such as "rank 1 has ended (process 4711)" of ranks that do not answer."""
+    found = []
+    for rank in ranks:
+        key = protocol.PROCESS.format(rank)
+        known = store().get(key).decode() if store().check([key]) else "  0"
+        node, space, pid = known.rsplit(" ", 2)
+        state = "does not answer"
+        at = f"process {pid}"
+        if node != environment.node():
+            at += f" on {node}"
+        elif space != environment.process_space():  # here `pid` is another process
+            at += f" in another container on {node}"
+        elif not process.is_running(int(pid)):
+            state = "has ended"
+        elif process.state(int(pid)) == "T":
+            state = "is held by SIGSTOP"
+        found.append(f"rank {rank} {state} ({at})")
+    return found
+
+
 def await_keys(keys: list[str], seconds: float) -> bool:
     """Return whether the store gets all `keys` in time; meanwhile the other thread can use it."""
     deadline = time.monotonic() + seconds
@@ -290,10 +316,20 @@ def await_keys(keys: list[str], seconds: float) -> bool:
 def all_arrive(name: str, seconds: float) -> bool:
     """Return whether all ranks call this, with the same `name`, within `seconds`."""
     count = store().add(protocol.ARRIVED.format(name), 1)
-    last = protocol.ALL_ARRIVED.format(name)
+    last = [protocol.ALL_ARRIVED.format(name)]
     if count == world_size():
-        store().set(last, "")  # one key to wait for, however many ranks there are
-    return await_keys([last], seconds)
+        store().set(last[0], "")  # one key to wait for, however many ranks there are
+    while not await_keys(last, min(seconds, protocol.ANSWER_SECONDS)):
+        seconds -= protocol.ANSWER_SECONDS
+        if seconds <= 0:
+            return False
+        # No time-out ends this wait for a rank that has left, and not every launcher.
+        first = rank() - local_rank()
+        those = {0, *range(first, first + local_world_size())}
+        gone = [each for each in states(those) if "has ended" in each]
+        if gone and not store().check(last):
+            raise dist.DistNetworkError(f"Connection lost: {', '.join(gone)}")
+    return True
 
 
 def wait_for_debugger(ranks: Sequence[int], port: int) -> None:

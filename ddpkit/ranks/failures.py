@@ -113,7 +113,7 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     except BaseException as error:
         if os.getpid() != own_pid:  # in a child that the block has forked
             raise
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) and process.is_script():
             process.exit_now(128 + signal.SIGINT)
         if not isinstance(error, Exception):
             # sys.exit: Python prints a text, argparse has printed why its status is
@@ -123,6 +123,7 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
                 process.note_exit()
             raise
         process.begin_to_leave()
+        explaining.name_error(error)
         _end_if_known(error)
         # else collectives broke here because another rank has left
         # unless a debugger holds this one, too
@@ -299,7 +300,7 @@ def _of_others(is_late: bool) -> str:
             is_new = not explaining.answered()  # before training no hang is shown
             if is_late and is_new and distributed.is_joined():
                 explaining.show(f"{line}:", ANSWER_SECONDS, is_hang=False)
-            for state in explaining.states(range(distributed.world_size())):
+            for state in distributed.states(range(distributed.world_size())):
                 if "has ended" in state:
                     line += f": {state}"
     except dist.DistError:

@@ -89,6 +89,10 @@ def by_plain_torchrun() -> bool:  # without launch.sh
     return by_torchrun() and LAUNCHER not in os.environ
 
 
+def is_script() -> bool:
+    return hasattr(sys.modules["__main__"], "__file__")  # a notebook has none
+
+
 def is_debugged() -> bool:
     pydevd = sys.modules.get("pydevd")  # sys.gettrace() is None from Python 3.12 on
     return pydevd is not None and getattr(pydevd, "_is_attached", lambda: True)()

@@ -87,7 +87,7 @@ class Stopper:
         is_interrupt = signum == signal.SIGINT or process.by_plain_torchrun()
         was_interrupt = self.status == 128 + signal.SIGINT
         is_new = now > self.first_signal + protocol.DUPLICATE_SECONDS
-        if was_interrupt and is_interrupt and is_new:
+        if was_interrupt and is_interrupt and is_new and process.is_script():
             distributed.print0("aborted; progress since the last checkpoint is lost")
             process.exit_now(self.status)
 
@@ -110,7 +110,7 @@ class Stopper:
             missing = [
                 rank for rank, key in enumerate(answers) if not self.store.check([key])
             ]
-            states = ", ".join(explaining.states(missing))
+            states = ", ".join(distributed.states(missing))
             if waited > self.grace or "has ended" in states:
                 line = f"not saved, after {waited:.0f} s for an answer: {states}"
                 ending.report_and_exit(line, self.status)
@@ -168,10 +168,8 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
             explaining.name_position(str)  # what follows is in no epoch
         watch.thread.remove_duty(stopper)
         signal.set_wakeup_fd(taken_from)
-        # a notebook, whose process remains, has no file
-        is_script = hasattr(sys.modules["__main__"], "__file__")
+        is_last = is_done and process.is_script()
         for signum, handler in before.items():
-            is_last = is_done and is_script
             signal.signal(signum, _exit_soon if is_last else handler)
 
 
@@ -217,9 +215,21 @@ def agree() -> None:
 
 
 def exit_stopped(how: str) -> NoReturn:
-    """Exit with STOPPED, once all ranks have come here and the checkpoint is written."""
-    name = distributed.store().get(STOP).decode()
-    distributed.barrier()  # when the first rank exits, torchrun ends the others
-    process.ignore_signals()
+    """Exit with STOPPED, once all ranks have come here and the checkpoint is written.
+
+    In a notebook raise KeyboardInterrupt if it is one that stops: its process remains.
+    """
+    store = distributed.store()
+    name = store.get(STOP).decode()
+    # When the first rank exits, torchrun ends the others.
+    distributed.wait_for_all()
+    is_interrupt = name == "SIGINT" and not process.is_script()
+    if not is_interrupt:
+        process.ignore_signals()
     distributed.print0(f"{name}: stopped {how}".rstrip())
-    process.exit_now(STOPPED)
+    if not is_interrupt:
+        process.exit_now(STOPPED)
+    # A cell that trains next is not to stop for this.
+    for key in STOP, STEP.format(distributed.rank()):
+        store.delete_key(key)
+    raise KeyboardInterrupt

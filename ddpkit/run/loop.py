@@ -337,7 +337,7 @@ class Run:
                     yield
                 self._keep_changes()
                 # rank 0 may still be saving: its watcher needs the others'
-                distributed.barrier()
+                distributed.wait_for_all()
             except stopping.Stopped:
                 if self.folder.saved_step != self.step:
                     self.save()

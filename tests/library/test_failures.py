@@ -6,12 +6,23 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import on_ranks, said, start, wait
 from torch import Tensor, nn
 
 from ddpkit.errors import UserError
-from ddpkit.ranks import failures, replicas
+from ddpkit.ranks import failures, process, replicas
 from ddpkit.run import reporting
+
+LATE = """
+import time
+import ddpkit
+from ddpkit.ranks import distributed
+with ddpkit.explaining():
+    distributed.setup(timeout=3)
+    if ddpkit.rank() == 0:
+        distributed.barrier()
+    time.sleep(60)
+"""
 
 OUT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.2 GiB"
 NCCL = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27.3\nLast error:\n"
@@ -129,3 +140,19 @@ def test_the_line_on_waiting(wait, seconds, tmp_path, capsys):
     report.log_epoch({"data_wait": wait, "train_seconds": seconds})
     said = "input-bound: 50% of 40 s" in capsys.readouterr().out
     assert said == (seconds == 40)
+
+
+def test_where_a_rank_has_timed_out(tmp_path):
+    """At the line of its collective, not where the error is handled."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+
+    def patch() -> None:
+        process.project = lambda: tmp_path
+
+    output = tmp_path / "said"
+    pids = start(2, str(script), [], output, tmp_path, patch)
+    assert wait(pids) == [1, 1]
+    err = said(output)[1]
+    assert "rank 0, at late.py:8: " in err
+    assert "rank 1, at late.py:9" in err

@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from digest import digest
 from generated import NET, Command, Done, Project, children, rows, wait_for
 from launcher import Launch
 from ranks import draw_nothing, fork, on_ranks, said, wait
 
 from ddpkit import launch
-from ddpkit.ranks import process, protocol
+from ddpkit.ranks import process, protocol, stopping
 from ddpkit.ranks.environment import Nodes
 from ddpkit.run.loop import Run
+from ddpkit.run.resuming import Checkpoints
 
 EPOCHS = 8
 SLOW = """
@@ -288,3 +290,29 @@ def test_ctrl_z(tmp_path):
     os.kill(launcher, signal.SIGTERM)
     assert wait([launcher]) == [128 + signal.SIGTERM]
     assert said(tmp_path / "said") == ("", "")
+
+
+@on_ranks(1, group=False)
+def test_an_interrupt_in_a_notebook(tmp_path):
+    """It is saved, and an exception of the cell: the next one goes on."""
+    del sys.modules["__main__"].__file__
+    handler = signal.getsignal(signal.SIGINT)
+    network = torch.nn.Linear(1, 1)
+    turns = []
+
+    def train(interrupted: int) -> None:
+        checkpoints = Checkpoints(tmp_path, network=network)
+        for epoch in checkpoints.epochs(3):
+            for batch in checkpoints.steps(range(4)):
+                turns.append((epoch, batch))
+                if len(turns) == interrupted:
+                    signal.raise_signal(signal.SIGINT)
+                    wait_for(stopping.stop_requested)
+
+    for count in 2, 6:
+        with pytest.raises(KeyboardInterrupt):
+            train(count)
+        assert len(turns) == count
+        assert signal.getsignal(signal.SIGINT) is handler
+    train(0)
+    assert turns == list(itertools.product(range(3), range(4)))
