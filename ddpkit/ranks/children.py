@@ -42,7 +42,7 @@ def _in_child() -> None:
     once and ask for a stop of the run, which may need this child until the end of the step.
     """
     process.End.is_leaving = False
-    process.End.silent = None
+    process.End.silent = None  # the child is no rank
     for signum in STOP_SIGNALS:
         handler = signal.getsignal(signum)
         if getattr(handler, "__module__", "").startswith("ddpkit."):

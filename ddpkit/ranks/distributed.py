@@ -76,6 +76,7 @@ def rendezvous(
     environment.adopt(alone)
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    process.End.seconds = Group.timeout.total_seconds()
     device, note = devices.pick(on_cpu=alone)
     if "RANK" in os.environ:
         has_others = environment.has_other_nodes()
@@ -152,6 +153,7 @@ def _take_store() -> None:
         backend = _get_default_group()._get_backend(devices.of_group())
         Group.timeout = backend.options._timeout
     store.set_timeout(Group.timeout)
+    process.End.seconds = Group.timeout.total_seconds()
     _note_process(store, rank())
     Group.store = store
     Group.has_met = True

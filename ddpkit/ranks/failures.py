@@ -109,6 +109,7 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
         watch.thread.add_duty(follow_others)
         watch.thread.add_duty(_follow_workers)
         yield
+        process.End.status = 0
         process.remove_files()
     except BaseException as error:
         if os.getpid() != own_pid:  # in a child that the block has forked

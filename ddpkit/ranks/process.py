@@ -36,6 +36,8 @@ class End:
     is_leaving = False  # the main thread ends this rank
     # The file that launch.sh finds if this rank ends without a word
     silent: Path | None = None
+    status = 1  # 0 once the script has come to its end
+    seconds = 600.0  # for which what is left of it may take then
 
 
 def project() -> Path:

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
+import pytest
 import torch
 from generated import children as living
 from generated import wait_for
-from ranks import on_ranks
+from ranks import fork, on_ranks, wait
 from torch.utils.data import DataLoader
 
 from ddpkit.data import loading
@@ -139,6 +140,31 @@ def test_a_child_that_drops_an_iterator():
     first = next(found)
     assert status_of(forked(drop)) == 0
     assert torch.cat([first, *found]).tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("end", ["exit", "kill"])
+def test_a_foreign_worker_that_hangs(tmp_path, end):
+    """It does not outlive its rank, whichever way that ends."""
+    path = tmp_path / "pid"
+
+    class Hanging(list):
+        def __getitem__(self, index: int) -> None:
+            path.write_text(str(os.getpid()))
+            time.sleep(600)
+
+    def act() -> None:
+        loader = DataLoader(Hanging("ab"), num_workers=1)
+        with failures.one_line_errors():
+            if end == "exit":
+                watch.thread.add_duty(lambda _: path.exists() and process.exit_now(9))
+            next(loading.started(loader))
+
+    pid = fork(act, tmp_path / "said")
+    wait_for(lambda: path.exists() and path.read_text())
+    if end == "kill":
+        os.kill(pid, signal.SIGKILL)
+    assert wait([pid]) == [9 if end == "exit" else -9]
+    wait_for(lambda: not process.is_running(int(path.read_text())))
 
 
 POOL = """
