@@ -27,6 +27,7 @@ HINTS = {
     "SIGKILL": ": out of memory? Lower --workers (see dmesg)",
     "SIGBUS": ": /dev/shm full?",
 }
+TENSORBOARDS = "_AsyncWriterThread"  # whose error is raised again where one writes
 OVER = b"over"  # the note of a worker that has done all
 
 running: list["Worker"] = []  # of this rank, and those that have died
@@ -100,7 +101,7 @@ def on_thread_error(failure: threading.ExceptHookArgs) -> None:
     is_pinning = any(frame.f_code.co_name == "_pin_memory_loop" for frame, _ in frames)
     if is_pinning and failure.exc_value:
         fail(failure.exc_value)
-    else:
+    elif type(failure.thread).__name__ != TENSORBOARDS:
         threading.__excepthook__(failure)
 
 
