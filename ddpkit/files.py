@@ -106,6 +106,11 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    with writing(path, parents=True) as tmp_path:
+        tmp_path.write_text(text, "utf-8")
+
+
 def make_folder(path: Path) -> None:
     """Make a folder, unless it is there; the group of the one around it can write both."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,6 @@ class Ranks:
         self.sent: set[int] = set()
         # with its number a file that a rank removes if it says why it ends
         self.silent = ""
-        self.late: dict[int, int] = {}  # named, with the status that each would have
         self.kill_at = math.inf
         handlers: dict[int, Callable[[int, object], None]] = dict.fromkeys(
             protocol.STOP_SIGNALS, self.on_signal
@@ -90,7 +89,6 @@ class Ranks:
         if nodes.count == 1:
             env[protocol.STORE] = store
         self.running = []
-        self.late = {}
         self.kill_at = math.inf
         self.silent = f"{store}-silent-"
         for local_rank in range(nodes.ranks):
@@ -152,15 +150,9 @@ class Ranks:
                 elif sys.platform == "win32":
                     rank.send_signal(signal.CTRL_BREAK_EVENT)  # its workers get it, too
 
-    def pass_on(
-        self,
-        signum: int,
-        to_group: bool = True,
-        ranks: Sequence[subprocess.Popen] | None = None,
-    ) -> None:
-        # Windows has no groups, and there the number is the status.
-        kill = getattr(os, "killpg", os.kill) if to_group else os.kill
-        for rank in ranks or self.running:
+    def pass_on(self, signum: int, to_group: bool = True) -> None:
+        kill = os.killpg if to_group else os.kill
+        for rank in self.running:
             # one that has been waited for: its number may be another process's
             if rank.returncode is None:
                 # raised if it has ended
@@ -188,7 +180,6 @@ class Ranks:
                         f"the ranks had not ended {seconds:.0f} s after {name} and were "
                         "killed"
                     )
-            self.end_late()
             time.sleep(POLL)
             statuses = self.poll()
         local_rank, status = failed or find_first(statuses)
@@ -196,36 +187,7 @@ class Ranks:
 
     def poll(self) -> list[int | None]:
         """Return the exit status of each rank, None while it runs."""
-        found = [rank.poll() for rank in self.running]
-        for local_rank, status in self.late.items():
-            if found[local_rank] in (-protocol.KILL, protocol.KILL):
-                found[local_rank] = status
-        return found
-
-    def end_late(self) -> None:
-        """Name a rank that has not ended though its script has; kill it after --dist-timeout."""
-        for local_rank, rank in enumerate(self.running):
-            over = f"{self.silent}{local_rank}{protocol.OVER}"
-            # ValueError: it is at it
-            with contextlib.suppress(OSError, ValueError), open(over) as file:
-                began, seconds, status = map(float, file.read().split())
-                waited = time.monotonic() - began
-                is_due = waited > min(protocol.NOTICE_SECONDS, seconds / 2)
-                if rank.returncode is None and is_due and local_rank not in self.late:
-                    self.late[local_rank] = int(status)
-                    print_line(
-                        f"{self.name(local_rank)} has not ended {waited:.0f} s after its script: "
-                        "a thread or an exit handler is at work; it is killed after "
-                        f"{seconds:g} s",
-                        sys.stderr,
-                    )
-                if waited > seconds:
-                    self.pass_on(protocol.KILL, ranks=[rank])
-
-    def name(self, local_rank: int) -> str:
-        place = f" on {environment.node()}" if self.nodes.count > 1 else ""
-        number = self.nodes.number * self.nodes.ranks + local_rank
-        return f"rank {number} (process {self.running[local_rank].pid}){place}"
+        return [rank.poll() for rank in self.running]
 
     def exit_status(self, local_rank: int, status: int) -> int:
         """Return the exit status for that of a rank; name one that a signal has ended."""
@@ -234,7 +196,9 @@ class Ranks:
         )
         if self.first and is_sent:  # it has ended as it was told to
             return 128 + self.first
-        rank = self.name(local_rank)
+        place = f" on {environment.node()}" if self.nodes.count > 1 else ""
+        number = self.nodes.number * self.nodes.ranks + local_rank
+        rank = f"rank {number} (process {self.running[local_rank].pid}){place}"
         if status < 0:
             name = signal.Signals(-status).name
             print_error(f"{rank} was ended by {name}{HINTS.get(name, '')}")

@@ -42,7 +42,7 @@ def _in_child() -> None:
     once and ask for a stop of the run, which may need this child until the end of the step.
     """
     process.End.is_leaving = False
-    process.End.silent = None  # the child is no rank
+    process.End.error = process.End.silent = None
     for signum in STOP_SIGNALS:
         handler = signal.getsignal(signum)
         if getattr(handler, "__module__", "").startswith("ddpkit."):
@@ -60,7 +60,7 @@ def _in_child() -> None:
 def _follow_parent(_: object) -> None:
     """Have a daemon, such as any loader's worker, end with its parent, also while it hangs."""
     if multiprocessing.current_process().daemon:
-        process.follow(KILL, os.getppid())
+        process.end_with(KILL, os.getppid())
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
@@ -110,7 +110,7 @@ def start_worker(number: int) -> None:
             with contextlib.suppress(ProcessLookupError):  # the rank has ended
                 os.kill(rank, signal.SIGINT)
 
-    if not process.follow(KILL, rank):  # the kernel does not see to it
+    if not process.end_with(KILL, rank):  # the kernel does not see to it
         watch.thread.add_duty(follow_rank)
     if process.is_debugged():
         name = f"rank {os.environ.get('RANK', 0)}, worker {number}"

@@ -29,7 +29,7 @@ def follow() -> None:
     parent = os.getppid()
     # A worker to which nobody can attach any more ends, too.
     if sys.platform == "linux":
-        os.register_at_fork(after_in_child=lambda: process.follow(KILL, rank))
+        os.register_at_fork(after_in_child=lambda: process.end_with(KILL, rank))
 
     def duty(signals: list[int]) -> None:
         is_over = not process.is_debugged() or os.getppid() != parent

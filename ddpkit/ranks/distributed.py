@@ -76,7 +76,6 @@ def rendezvous(
     environment.adopt(alone)
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    process.End.seconds = Group.timeout.total_seconds()
     device, note = devices.pick(on_cpu=alone)
     if "RANK" in os.environ:
         has_others = environment.has_other_nodes()
@@ -153,7 +152,6 @@ def _take_store() -> None:
         backend = _get_default_group()._get_backend(devices.of_group())
         Group.timeout = backend.options._timeout
     store.set_timeout(Group.timeout)
-    process.End.seconds = Group.timeout.total_seconds()
     _note_process(store, rank())
     Group.store = store
     Group.has_met = True
@@ -326,9 +324,8 @@ def all_arrive(name: str, seconds: float) -> bool:
         if seconds <= 0:
             return False
         # No time-out ends this wait for a rank that has left, and not every launcher.
-        first = rank() - local_rank()
-        those = {0, *range(first, first + local_world_size())}
-        gone = [each for each in states(those) if "has ended" in each]
+        here = range(rank() - local_rank(), rank() + local_world_size())
+        gone = [each for each in states({0, *here}) if "has ended" in each]
         if gone and not store().check(last):
             raise dist.DistNetworkError(f"Connection lost: {', '.join(gone)}")
     return True

@@ -37,7 +37,6 @@ STUCK = "slow work, a stuck process, or the network between the ranks: see the e
 _folder: Path | None = None  # in which a person asks where all ranks are
 _position: Callable[[], str] = str  # such as "epoch 1, step 3"
 _answered = 0  # questions that this rank has answered
-_error: BaseException | None = None  # which has taken the main thread from where it was
 
 
 def look_in(folder: Path) -> None:
@@ -52,20 +51,14 @@ def name_position(position: Callable[[], str]) -> None:
     _position = position
 
 
-def name_error(error: BaseException) -> None:
-    """Have this rank be where `error` was raised, not where it is handled."""
-    global _error
-    _error = error
-
-
 def answered() -> int:
     return _answered
 
 
 def _forget() -> None:
     """Begin anew in a forked child, which may become a rank of its own."""
-    global _folder, _position, _answered, _error
-    _folder = _error = None
+    global _folder, _position, _answered
+    _folder = None
     _position = str
     _answered = 0
 
@@ -147,10 +140,9 @@ def _own(file: str) -> str:
 def here() -> Position:
     """Return where this rank's main thread is."""
     main = threading.main_thread().ident or 0
-    if _error:
-        frames = traceback.extract_tb(_error.__traceback__)
-    else:
-        frames = traceback.extract_stack(sys._current_frames()[main])
+    frames = traceback.extract_stack(sys._current_frames()[main])
+    if process.End.error:  # it is handled elsewhere than where it was raised
+        frames = traceback.extract_tb(process.End.error.__traceback__)
     shown = []
     place = edited = ""
     for frame in frames:

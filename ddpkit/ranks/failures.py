@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import files
-from ddpkit.errors import DiskError, UserError, print_error, shorten
+from ddpkit.errors import DiskError, UserError, print_error, print_line, shorten
 from ddpkit.ranks import (
     devices,
     distributed,
@@ -39,6 +39,7 @@ from ddpkit.ranks.protocol import (
     ANSWER_SECONDS,
     END_SECONDS,
     MISTAKE,
+    NOTICE_SECONDS,
     POLL_SECONDS,
 )
 
@@ -61,25 +62,25 @@ REMEDIES = {
         "ignore_index, or do not mix images"
     ),
     r"Expected more than 1 (value per channel|spatial element) when training": (
-        "a normalising layer has one value per channel to learn from: use a larger --batch-size, "
-        "or --image-size; a loader of your own, whose last batch may be of one image, needs "
-        "drop_last=True"
+        "a normalising layer has one value per channel to learn from: use larger batches or "
+        "images; a loader of your own, whose last batch may be of one image, needs drop_last=True"
     ),
     r"Tried to step \d+ times. The (specified number of total|total number of) steps is \d+": (
         "the scheduler was made, or saved, for fewer steps than the run has now: it resumes as "
-        "saved; keep --epochs, or start over with --resume never"
+        "saved; keep the number of epochs, or start over without resuming"
     ),
     r"expected input\[.*\] to have \d+ channels, but got \d+ channels": (
-        "images have another number of channels than the network's first layer takes: read them as "
-        "in training, in predict.py as dataset.py does, or build the network for them"
+        "images have another number of channels than the network's first layer takes: read them "
+        "everywhere as in training, or build the network for them"
     ),
     "_scale is None|No inf checks were recorded": (
-        "with --amp fp16 the loss has to be scaled: scaler.scale(loss).backward()"
+        "with fp16 the loss has to be scaled: scaler.scale(loss).backward()"
     ),
 }
 Explainer = Callable[[Exception], str | UserError | None]
 # Of the script, set by one_line_errors alone; the watch thread explains with them, too.
 _explainers: list[Explainer] = []
+_status = 1  # with which this rank ends if it has to be ended; 0 once all is done
 _store_file: IO[bytes] | None = None  # of the first rank of a node, if the store is one
 # Of training, once it has begun. A global, because the error comes out of the whole run.
 _batch_size: int | None = None
@@ -105,11 +106,13 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     _explainers[:] = explainers
     threading.excepthook = workers.on_thread_error
     own_pid = os.getpid()
+    global _status
     try:
         watch.thread.add_duty(follow_others)
         watch.thread.add_duty(_follow_workers)
+        watch.thread.add_duty(_ending.send)
         yield
-        process.End.status = 0
+        _status = 0
         process.remove_files()
     except BaseException as error:
         if os.getpid() != own_pid:  # in a child that the block has forked
@@ -123,8 +126,7 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
             if isinstance(code, str) or code == MISTAKE:
                 process.note_exit()
             raise
-        process.begin_to_leave()
-        explaining.name_error(error)
+        process.begin_to_leave(error)
         _end_if_known(error)
         # else collectives broke here because another rank has left
         # unless a debugger holds this one, too
@@ -208,6 +210,29 @@ def keep_store() -> None:
     distributed.print0(
         f"{path} had been removed and is written anew: what cleans TMPDIR?"
     )
+
+
+def _follow_end() -> Iterator[None]:
+    """Name this rank once its script has ended and it has not; end it after --dist-timeout."""
+    while threading.main_thread().is_alive():
+        yield
+    began = time.monotonic()
+    seconds = distributed.timeout()
+    while time.monotonic() < began + min(NOTICE_SECONDS, seconds / 2):
+        yield
+    threads = [t.name for t in threading.enumerate() if t.is_alive() and not t.daemon]
+    print_line(
+        f"{environment.own_rank()} (process {os.getpid()}) has not ended though its script has: "
+        f"{shorten(threads) or 'an exit handler'} is at work, for at most {seconds:g} s",
+        sys.stderr,
+    )
+    while time.monotonic() < began + seconds:
+        yield
+    process.exit_now(_status)
+
+
+_ending = _follow_end()
+next(_ending)
 
 
 class Lateness:
@@ -371,11 +396,11 @@ def _of_memory(error: Exception) -> UserError | None:
     what = out_of_memory(error)
     if not what:
         return None
-    size = f" with --batch-size {_batch_size}" if _batch_size else ""
+    size = f" with batches of {_batch_size}" if _batch_size else ""
     return UserError(
-        f"{environment.own_rank()} is out of {what}{size}: lower --batch-size (--accumulate keeps "
-        "the global batch), --image-size or, for segmentation, --tile (0 is the whole image)"
-        f"{'' if 'GPU' in what else '; or --workers'}"
+        f"{environment.own_rank()} is out of {what}{size}: use smaller batches (to accumulate "
+        "gradients keeps the global batch) or images or, for segmentation, tiles"
+        f"{'' if 'GPU' in what else '; or fewer loader workers'}"
     )
 
 

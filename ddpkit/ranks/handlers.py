@@ -6,8 +6,6 @@ import faulthandler
 import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 from ddpkit.errors import guard_streams, no_torch, print_error, print_line
@@ -29,7 +27,7 @@ def install_handlers() -> None:
     atexit.register(process.ignore_signals)
     if process.by_torchrun():
         launcher = int(os.environ.get(protocol.LAUNCHER, os.getppid()))
-        if not process.follow(signal.SIGTERM, launcher) and sys.platform != "linux":
+        if not process.end_with(signal.SIGTERM, launcher) and sys.platform != "linux":
             _look_after(launcher)
     if (
         process.by_plain_torchrun()
@@ -60,8 +58,6 @@ def note_start() -> None:
         with contextlib.suppress(OSError):
             process.End.silent.touch()
         atexit.register(_note_traceback)
-        atexit.register(_note_end)
-        watch.thread.add_duty(_note_end)
         if sys.platform == "win32":
             watch.thread.add_duty(_take_request)
 
@@ -74,16 +70,6 @@ def _take_request(_: list[int]) -> None:
         signum = int(request.read_bytes())
         request.unlink()
         signal.raise_signal(signum)
-
-
-def _note_end(*_: object) -> None:
-    """Tell launch.sh once the main thread has ended; others, and exit handlers, may not end."""
-    over = Path(f"{process.End.silent}{protocol.OVER}")
-    if threading.main_thread().is_alive() or over.exists():
-        return
-    with contextlib.suppress(OSError):
-        words = time.monotonic(), process.End.seconds, process.End.status
-        over.write_text(" ".join(map(str, words)))
 
 
 def _note_traceback() -> None:

@@ -34,10 +34,9 @@ class End:
     """What the threads of this process know of its end."""
 
     is_leaving = False  # the main thread ends this rank
+    error: BaseException | None = None  # for which it does
     # The file that launch.sh finds if this rank ends without a word
     silent: Path | None = None
-    status = 1  # 0 once the script has come to its end
-    seconds = 600.0  # for which what is left of it may take then
 
 
 def project() -> Path:
@@ -127,7 +126,7 @@ def state(pid: int) -> str:
     return ""
 
 
-def follow(signum: int, parent: int) -> bool:
+def end_with(signum: int, parent: int) -> bool:
     """Have the kernel send `signum` to this process when its parent ends, if it can.
 
     It can on Linux, for what the main thread has started: otherwise that thread's end would count.
@@ -181,9 +180,10 @@ def note_exit() -> None:
             End.silent.unlink()
 
 
-def begin_to_leave() -> None:
+def begin_to_leave(error: BaseException | None = None) -> None:
     """Call it in the main thread: from here on workers may end, and torch's handler not raise."""
     End.is_leaving = True
+    End.error = error
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 

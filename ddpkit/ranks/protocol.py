@@ -78,9 +78,6 @@ LAUNCHER = "DDP_LAUNCHER"  # the process id of launch.sh, which becomes ddpkit/l
 STORE = "DDP_STORE"  # the file of the store, if all ranks are on one node
 # a file that a rank removes when it ends for a reason that is printed
 SILENT = "DDP_SILENT"
-# beside that file: when its script has ended, for how many seconds the rank may go on,
-# and with which status it would exit
-OVER = "-over"
 REQUEST = "-signal"  # on Windows beside that file: the number of a signal for the rank
 # a folder that slurm/train.sbatch keeps: where it has saved, what is a mistake
 JOB = "DDP_JOB"

@@ -32,7 +32,6 @@ class Watch(threading.Thread):
         # Not made before: forks would share it.
         self.socket, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
-        atexit.register(self.stop)
         self.start()
 
     def run(self) -> None:
@@ -65,13 +64,16 @@ class Watch(threading.Thread):
                 self.duties.remove(duty)
             self.lock.release()
 
-    def stop(self) -> None:
-        self.is_over = True
-        self.wakeup.send(b"\0")
-        self.join(1)
-
 
 thread = Watch()  # of this process: `watch.thread` is another one in a child
+
+
+@atexit.register  # at once: it looks on at the exit handlers that follow
+def _stop() -> None:
+    if thread.ident:
+        thread.is_over = True
+        thread.wakeup.send(b"\0")
+        thread.join(1)
 
 
 def hand_over(*_: object) -> None:
@@ -83,7 +85,6 @@ def _begin_anew() -> None:
     global thread
     if thread.ident:
         signal.set_wakeup_fd(-1)
-    atexit.unregister(thread.stop)
     thread = Watch()
 
 

@@ -95,8 +95,7 @@ class Reporter:
         self.waited = 0.0
         self.images = 0  # in this epoch, of all ranks
         self.beside = Beside()
-        make = self._open_board if self.active else None
-        self.board = Board(self.folder / EPOCHS, make)
+        self.board = Board(self.folder / EPOCHS, self._open_board, self.active)
         self.process = os.getpid()
         self.log: Log | None = None  # a tracker's
         self.facts: dict[str, object] = {}  # args.json
@@ -329,7 +328,7 @@ class Reporter:
             for row in self.rows:
                 write([row.get(name, "") for name in columns])
 
-    def _open_board(self) -> Any:
+    def _open_board(self) -> object:
         # Entries of later epochs, before going back to an earlier checkpoint, are
         # dropped: in a folder of its own, for other people's scalars have other steps.
         return open_writer(self.folder / EPOCHS, purge_step=self.first_epoch)
@@ -358,26 +357,22 @@ class Reporter:
         self.write_json("tracker.json", {"run": run})
 
     def write_json(self, name: str, value: object) -> None:
-        def write() -> None:
-            with files.writing(self.folder / name, parents=True) as tmp_path:
-                text = json.dumps(value, indent=2, default=str)
-                tmp_path.write_text(f"{text}\n", "utf-8")
-
-        self.beside(f"{self.folder / name} is not written", write)
+        path = self.folder / name
+        text = json.dumps(value, indent=2, default=str)
+        self.beside(f"{path} is not written", files.write_text, path, f"{text}\n")
 
     def write_images(self, mistakes: Mistakes) -> None:
         """Write examples.png, validation images with predictions, and the files of `mistakes`.
 
         All ranks have to call this, and wait for rank 0.
         """
+        distributed.await_rank_zero(self._write_images, mistakes)
 
-        def write() -> None:
-            path = self.folder / "examples.png"
-            self.beside(f"{path} is not drawn", mistakes.draw_examples, path)
-            failed = f"{self.folder}: not all files of best.pt are written"
+    def _write_images(self, mistakes: Mistakes) -> None:
+        if self.active:
+            failed = f"{self.folder} lacks images of best.pt"
             self.beside(failed, mistakes.write_files, self.folder)
-
-        distributed.await_rank_zero(write if self.active else bool)
+            self.beside(failed, mistakes.draw_examples, self.folder / "examples.png")
 
     def try_drawing(self, mistakes: Mistakes) -> None:
         """Draw one image to nowhere: if that fails, it fails before the first epoch."""
@@ -465,13 +460,11 @@ def write_evaluation(mistakes: Mistakes, folder: Path) -> None:
     """Write the files of `mistakes` on rank 0 and say where, or why not."""
     if not distributed.is_rank_zero():
         return
-
-    def write() -> None:
-        files.make_folder(folder)
-        remove_images(folder)  # of another checkpoint
-        mistakes.write_files(folder)
-
-    Beside()(f"{folder}: not all files are written", write)
+    beside = Beside()
+    failed = f"{folder} lacks files of this evaluation"
+    beside(failed, files.make_folder, folder)
+    beside(failed, remove_images, folder)  # of another checkpoint
+    beside(failed, mistakes.write_files, folder)
     names = [name for name in IMAGES if (folder / name).exists()]
     if names:
         distributed.print0(f"written to {folder}: {', '.join(names)}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CLOSING_SECONDS = 2
 
 
-def open_writer(folder: Path, **options: Any) -> "SummaryWriter":
+def open_writer(folder: Path, **options: int) -> "SummaryWriter":
     from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
     files.make_folder(folder)
@@ -31,33 +31,30 @@ def open_writer(folder: Path, **options: Any) -> "SummaryWriter":
 
 
 class Board:
-    """A SummaryWriter of `folder`, which `make` opens at the first use; its errors are a line.
+    """A SummaryWriter, which `make` opens at the first use; its errors are a line.
 
-    Without `make`, in a forked child, and once it could not be opened it does nothing.
+    Where it is not `active`, and in a forked child, it does nothing.
     """
 
-    def __init__(
-        self, folder: Path, make: Callable[[], "SummaryWriter"] | None
-    ) -> None:
+    def __init__(self, folder: Path, make: Callable[[], object], active: bool) -> None:
         self._failed = f"{folder} gets nothing for TensorBoard"
         self._make = make
         self._beside = Beside()
-        self._process = os.getpid()  # its thread is not in a fork
-        self._writer: SummaryWriter | None = None
+        self._process = os.getpid() if active else 0  # its thread is not in a fork
+        self._writer: object = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        is_own = self._make and self._process == os.getpid()
+        is_own = os.getpid() == self._process
         if is_own and not self._writer and name not in ("flush", "close"):
             self._writer = self._beside(self._failed, self._make)
-            self._make = self._make if self._writer else None
         if not is_own or not self._writer:
             return lambda *args, **named: None
         found = getattr(self._writer, name)
-        if not callable(found):
-            return found
-        return functools.partial(self._beside, self._failed, found)
+        if callable(found):
+            return functools.partial(self._beside, self._failed, found)
+        return found
 
 
 class Entry(NamedTuple):
@@ -106,7 +103,7 @@ class StepLog:
         self.process = os.getpid()
         self.pending: list[Entry] = []
         # run.writer.add_scalar("mine", value, run.step + 1), on all ranks
-        self.writer = Board(self.folder, self._open_board if self.active else None)
+        self.writer = Board(self.folder, self._open_board, self.active)
         self.begin_epoch()
         # TensorBoard reads one file after the other, and at the mark in this one it
         # drops what the files before have of later steps: it has to come before any

@@ -29,20 +29,6 @@ with failures.one_line_errors():
     time.sleep(600)
 """
 
-LEFT = """
-import atexit, os, sys, threading, time
-from ddpkit.ranks import handlers, process
-handlers.install_handlers()
-handlers.note_start()
-process.End.seconds = 4
-process.End.status = int(sys.argv[2])
-if os.environ["RANK"] == "1":
-    if sys.argv[1] == "thread":
-        threading.Thread(target=time.sleep, args=(60,)).start()
-    else:
-        atexit.register(time.sleep, 60)
-"""
-
 
 def listening(pids: set[int]) -> set[str]:
     """The addresses, as /proc writes them, at which these processes listen."""
@@ -245,19 +231,6 @@ def test_a_killed_rank_of_two_nodes(project, few, tmp_path):
     assert second.status == 137
     assert first.err.endswith("error: rank 0 on n0 lost another rank\n")
     assert first.status == 1
-
-
-@pytest.mark.parametrize(("what", "status"), [("thread", 0), ("handler", 1)])
-def test_a_rank_that_does_not_end(tmp_path, what, status):
-    """Though its script has: it is named, and then killed."""
-    script = tmp_path / "left.py"
-    script.write_text(LEFT)
-    command = [sys.executable, "-m", "ddpkit", "launch", script, what, status]
-    done = run(command, NPROC="2", PYTHONPATH=str(ROOT))
-    assert done.statuses == [status]
-    line = r"rank 1 \(process \d+\) has not ended 2 s after its script: .* after 4 s\n"
-    assert re.match(line, done.err)
-    assert not done.left
 
 
 def test_a_module(tmp_path):
