@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ def open_writer(folder: Path, **options: int) -> "SummaryWriter":
     from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
     files.make_folder(folder)
+    # Where it cannot write, its thread prints a traceback.
+    tempfile.TemporaryFile(dir=folder).close()
     return SummaryWriter(str(folder), **options)
 
 

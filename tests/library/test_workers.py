@@ -276,6 +276,15 @@ def where_the_sockets_are(tmp_path: Path) -> None:
     process.socket_folder()
     process.remove_files()
     assert not launchers.exists()  # the launcher was killed
+    launchers.mkdir()
+    others, process.End.silent = [launchers / f"store-silent-{n}" for n in range(2)]
+    others.touch()
+    process.End.silent.touch()
+    process.remove_files()  # also of a rank without loader workers
+    assert launchers.exists()
+    others.unlink()
+    process.remove_files()
+    assert not launchers.exists()
     assert long.exists()
 
 
