@@ -106,6 +106,28 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    with writing(path, parents=True) as tmp_path:
+        tmp_path.write_text(text, "utf-8")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, unless it is there; the group of the one around it can write both."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        return
+    path.mkdir()
+    if sys.platform == "win32":
+        return
+    handle = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW)
+    with contextlib.suppress(OSError):  # the group is not this user's
+        around = path.parent.stat()
+        os.fchown(handle, -1, around.st_gid)
+        mode = os.fstat(handle).st_mode | around.st_mode & 0o2070
+        os.fchmod(handle, stat.S_IMODE(mode))
+    os.close(handle)
+
+
 def move(source: Path, target: Path) -> None:
     """Rename a file, in place of another one; on Windows once nobody has either of them open."""
     for _ in range(50 if sys.platform == "win32" else 0):

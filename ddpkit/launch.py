@@ -1,7 +1,8 @@
 """Usage: [NAME=value ...] ./launch.sh [flags of main.py]
        [NAME=value ...] python -m ddpkit launch SCRIPT [its flags]
+       [NAME=value ...] python -m ddpkit launch -m MODULE [its flags]
 
-Starts a process of main.py, or of SCRIPT, for each GPU of this machine, or two if it has no GPU.
+Starts a process of main.py, SCRIPT or MODULE for each GPU of this machine, or two if it has no GPU.
 On a Mac it is one, on Apple's GPU; several compute on the CPU.
 
   NPROC           processes on this node     (default: one per GPU, or 2 without GPUs)
@@ -227,17 +228,18 @@ def find_first(statuses: Sequence[int | None]) -> tuple[int, int]:
 
 def of_script() -> int:
     """python -m ddpkit launch SCRIPT [its flags]: as launch.sh starts main.py."""
-    script = sys.argv[2] if sys.argv[2:] else "--help"
-    del sys.argv[1:3]
-    if script in ("-h", "--help"):
-        sys.argv.append(script)
-    elif not os.path.isfile(script):
-        print_error(f"python -m ddpkit launch {script}: no such script")
+    end = 4 if sys.argv[2:3] == ["-m"] else 3
+    script = sys.argv[2:end] or ["--help"]
+    del sys.argv[1:end]
+    if script[0] in ("-h", "--help"):
+        sys.argv += script
+    elif end == 3 and not os.path.isfile(script[0]):
+        print_error(f"python -m ddpkit launch {script[0]}: no such script")
         return protocol.MISTAKE
     return main(script)
 
 
-def main(script: str = "") -> int:
+def main(script: Sequence[str] = ()) -> int:
     """Start the ranks of a script, by default the project's main.py; return the exit status."""
     guard_streams()
     words = sys.argv[1:]
@@ -258,7 +260,7 @@ def main(script: str = "") -> int:
         os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
-    script = script or str(process.project() / "main.py")
+    script = script or [str(process.project() / "main.py")]
     if nodes.number == 0:
         print_line(f"starting {nodes.count * nodes.ranks} rank(s) ...", sys.stdout)
     ranks = Ranks(nodes)
@@ -267,7 +269,7 @@ def main(script: str = "") -> int:
     with private as folder:
         while True:
             # each time another file: what is in the last one is of ranks that are gone
-            ranks.start_all([script, *words], f"{folder}/{uuid.uuid4().hex}")
+            ranks.start_all([*script, *words], f"{folder}/{uuid.uuid4().hex}")
             status = ranks.wait()
             if status in protocol.FINAL or not restarts or ranks.first:
                 process.ignore_signals()  # while the folder is removed

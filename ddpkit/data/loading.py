@@ -13,7 +13,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from ddpkit.data import samples
 from ddpkit.data.samples import Key, MapDataset, Seeded, fingerprint
 from ddpkit.errors import UserError
-from ddpkit.ranks import devices, distributed, process
+from ddpkit.ranks import children, devices, distributed, process
 from ddpkit.ranks.cpus import cpu_share
 from ddpkit.ranks.workers import find_fault, running, worker_context
 
@@ -226,7 +226,7 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
     if count is None:
         count = default_workers()
     if count:
-        process.end_workers_at_exit()
+        children.end_workers_at_exit()
     seconds = 0.0
     if count and not distributed.any_debugged():
         # Shorter than the ranks' own time-out: if a worker hangs, this rank can name
@@ -236,7 +236,7 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
         "num_workers": count,
         "persistent_workers": count > 0,
         "multiprocessing_context": worker_context(count),
-        "worker_init_fn": process.start_worker,
+        "worker_init_fn": children.start_worker,
         "prefetch_factor": 2 if count else None,  # batches that each reads ahead
         "pin_memory": devices.copies_async(device),
         "timeout": seconds,
@@ -334,5 +334,5 @@ def started(loader: Any) -> Iterator:
     with process.holding_signals():
         found = iter(loader)
     if isinstance(found, _MultiProcessingDataLoaderIter):
-        process.note_iterator(found)
+        children.note_iterator(found)
     return found

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ddpkit.errors import UserError, escape, print_line
-from ddpkit.ranks import devices, environment, meeting, process, protocol
+from ddpkit.ranks import debugger, devices, environment, meeting, process, protocol
 
 T = TypeVar("T")
 OPERATIONS = {
@@ -158,8 +158,8 @@ def _take_store() -> None:
 
 
 def teardown() -> None:
-    """Leave the process group once all ranks have come this far."""
-    barrier()
+    """Leave the process group once all ranks have come this far, however long one needs."""
+    wait_for_all()
     Group.has_met = False
     dist.destroy_process_group()
 
@@ -277,6 +277,32 @@ def await_rank_zero(function: Callable[..., T], *args: object) -> T:
     return from_rank_zero(lambda: box[0])
 
 
+def wait_for_all() -> None:
+    """As `barrier`, but a rank may come later than --dist-timeout after the others."""
+    await_rank_zero(int)
+
+
+def states(ranks: Iterable[int]) -> list[str]:
+    """Return such as "rank 1 has ended (process 4711)" of ranks that do not answer."""
+    found = []
+    for rank in ranks:
+        key = protocol.PROCESS.format(rank)
+        known = store().get(key).decode() if store().check([key]) else "  0"
+        node, space, pid = known.rsplit(" ", 2)
+        state = "does not answer"
+        at = f"process {pid}"
+        if node != environment.node():
+            at += f" on {node}"
+        elif space != environment.process_space():  # here `pid` is another process
+            at += f" in another container on {node}"
+        elif not process.is_running(int(pid)):
+            state = "has ended"
+        elif process.state(int(pid)) == "T":
+            state = "is held by SIGSTOP"
+        found.append(f"rank {rank} {state} ({at})")
+    return found
+
+
 def await_keys(keys: list[str], seconds: float) -> bool:
     """Return whether the store gets all `keys` in time; meanwhile the other thread can use it."""
     deadline = time.monotonic() + seconds
@@ -290,10 +316,19 @@ def await_keys(keys: list[str], seconds: float) -> bool:
 def all_arrive(name: str, seconds: float) -> bool:
     """Return whether all ranks call this, with the same `name`, within `seconds`."""
     count = store().add(protocol.ARRIVED.format(name), 1)
-    last = protocol.ALL_ARRIVED.format(name)
+    last = [protocol.ALL_ARRIVED.format(name)]
     if count == world_size():
-        store().set(last, "")  # one key to wait for, however many ranks there are
-    return await_keys([last], seconds)
+        store().set(last[0], "")  # one key to wait for, however many ranks there are
+    while not await_keys(last, min(seconds, protocol.ANSWER_SECONDS)):
+        seconds -= protocol.ANSWER_SECONDS
+        if seconds <= 0:
+            return False
+        # No time-out ends this wait for a rank that has left, and not every launcher.
+        here = range(rank() - local_rank(), rank() + local_world_size())
+        gone = [each for each in states({0, *here}) if "has ended" in each]
+        if gone and not store().check(last):
+            raise dist.DistNetworkError(f"Connection lost: {', '.join(gone)}")
+    return True
 
 
 def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
@@ -310,7 +345,7 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
             f"--debug-rank {ranks[-1]}: ranks go from 0 to {world_size() - 1}"
         )
     # In ranks without a debugger breakpoint() then does nothing.
-    sys.breakpointhook = process.stop_in_debugger
+    sys.breakpointhook = debugger.stop
     if rank() not in ranks:
         return
     host = "127.0.0.1"
@@ -343,10 +378,10 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
         # Sooner it may not notice that this is another file.
         time.sleep(1)
         store().set(protocol.DEBUGGED.format(rank()), "")
-        process.follow_debugger()
+        debugger.follow()
     else:
         debugpy.wait_for_client()
-        process.adapt_debugger()
+        debugger.adapt()
 
 
 @contextlib.contextmanager

@@ -281,7 +281,7 @@ def check_new(folder: Path) -> None:
     with contextlib.suppress(OSError, KeyError):
         before = Path(os.environ[protocol.JOB], _saved(folder)).read_text("utf-8")
         raise UserError(
-            f"--output-dir {folder}: this job has saved there on {before}, but there is no "
+            f"{folder}: this job has saved there on {before}, but there is no "
             f"checkpoint on {node()}: use a folder that all nodes share, or submit a new job to "
             "start over"
         )

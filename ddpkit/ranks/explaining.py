@@ -21,7 +21,7 @@ import torch
 
 from ddpkit.errors import print_line, shorten
 from ddpkit.ranks import devices, distributed, environment, process
-from ddpkit.ranks.protocol import ANSWER_SECONDS, ASKED, PLACE, PROCESS, QUESTION
+from ddpkit.ranks.protocol import ANSWER_SECONDS, ASKED, PLACE, QUESTION
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # A rank's place is not in these files, but where they are called.
@@ -141,6 +141,8 @@ def here() -> Position:
     """Return where this rank's main thread is."""
     main = threading.main_thread().ident or 0
     frames = traceback.extract_stack(sys._current_frames()[main])
+    if process.End.error:  # it is handled elsewhere than where it was raised
+        frames = traceback.extract_tb(process.End.error.__traceback__)
     shown = []
     place = edited = ""
     for frame in frames:
@@ -202,30 +204,8 @@ def show(title: str, seconds: float, is_hang: bool = True) -> None:
             known[rank] = Position(*json.loads(store.get(key)))
         else:
             absent.append(rank)
-    lines = states(absent) + block(known, is_hang and not absent)
+    lines = distributed.states(absent) + block(known, is_hang and not absent)
     print_line("\n".join([title, *lines]), sys.stderr)
-
-
-def states(ranks: Iterable[int]) -> list[str]:
-    """Return such as "rank 1 has ended (process 4711)" of ranks that do not answer."""
-    store = distributed.store()
-    found = []
-    for rank in ranks:
-        key = PROCESS.format(rank)
-        known = store.get(key).decode() if store.check([key]) else "  0"
-        node, space, pid = known.rsplit(" ", 2)
-        state = "does not answer"
-        at = f"process {pid}"
-        if node != environment.node():
-            at += f" on {node}"
-        elif space != environment.process_space():  # here `pid` is another process
-            at += f" in another container on {node}"
-        elif not process.is_running(int(pid)):
-            state = "has ended"
-        elif process.state(int(pid)) == "T":
-            state = "is held by SIGSTOP"
-        found.append(f"rank {rank} {state} ({at})")
-    return found
 
 
 def block(known: dict[int, Position], is_hang: bool) -> list[str]:

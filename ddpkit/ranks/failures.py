@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import files
-from ddpkit.errors import DiskError, UserError, print_error, shorten
+from ddpkit.errors import DiskError, UserError, print_error, print_line, shorten
 from ddpkit.ranks import (
     devices,
     distributed,
@@ -32,13 +32,14 @@ from ddpkit.ranks import (
     process,
     protocol,
     replicas,
+    watch,
     workers,
 )
-from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import (
     ANSWER_SECONDS,
     END_SECONDS,
     MISTAKE,
+    NOTICE_SECONDS,
     POLL_SECONDS,
 )
 
@@ -61,25 +62,25 @@ REMEDIES = {
         "ignore_index, or do not mix images"
     ),
     r"Expected more than 1 (value per channel|spatial element) when training": (
-        "a normalising layer has one value per channel to learn from: use a larger --batch-size, "
-        "or --image-size; a loader of your own, whose last batch may be of one image, needs "
-        "drop_last=True"
+        "a normalising layer has one value per channel to learn from: use larger batches or "
+        "images; a loader of your own, whose last batch may be of one image, needs drop_last=True"
     ),
     r"Tried to step \d+ times. The (specified number of total|total number of) steps is \d+": (
         "the scheduler was made, or saved, for fewer steps than the run has now: it resumes as "
-        "saved; keep --epochs, or start over with --resume never"
+        "saved; keep the number of epochs, or start over without resuming"
     ),
     r"expected input\[.*\] to have \d+ channels, but got \d+ channels": (
-        "images have another number of channels than the network's first layer takes: read them as "
-        "in training, in predict.py as dataset.py does, or build the network for them"
+        "images have another number of channels than the network's first layer takes: read them "
+        "everywhere as in training, or build the network for them"
     ),
     "_scale is None|No inf checks were recorded": (
-        "with --amp fp16 the loss has to be scaled: scaler.scale(loss).backward()"
+        "with fp16 the loss has to be scaled: scaler.scale(loss).backward()"
     ),
 }
 Explainer = Callable[[Exception], str | UserError | None]
 # Of the script, set by one_line_errors alone; the watch thread explains with them, too.
 _explainers: list[Explainer] = []
+_status = 1  # with which this rank ends if it has to be ended; 0 once all is done
 _store_file: IO[bytes] | None = None  # of the first rank of a node, if the store is one
 # Of training, once it has begun. A global, because the error comes out of the whole run.
 _batch_size: int | None = None
@@ -105,15 +106,18 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     _explainers[:] = explainers
     threading.excepthook = workers.on_thread_error
     own_pid = os.getpid()
+    global _status
     try:
-        watch.add_duty(follow_others)
-        watch.add_duty(_follow_workers)
+        watch.thread.add_duty(follow_others)
+        watch.thread.add_duty(_follow_workers)
+        watch.thread.add_duty(_ending.send)
         yield
-        process.remove_sockets()
+        _status = 0
+        process.remove_files()
     except BaseException as error:
         if os.getpid() != own_pid:  # in a child that the block has forked
             raise
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) and process.is_script():
             process.exit_now(128 + signal.SIGINT)
         if not isinstance(error, Exception):
             # sys.exit: Python prints a text, argparse has printed why its status is
@@ -122,7 +126,7 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
             if isinstance(code, str) or code == MISTAKE:
                 process.note_exit()
             raise
-        process.begin_to_leave()
+        process.begin_to_leave(error)
         _end_if_known(error)
         # else collectives broke here because another rank has left
         # unless a debugger holds this one, too
@@ -166,7 +170,7 @@ def _follow_workers(_: list[int]) -> None:
     fault = workers.find_fault()
     if fault and not distributed.any_debugged():
         time.sleep(2 * POLL_SECONDS)  # let the main thread say it first
-        if not watch.is_leaving:
+        if not process.End.is_leaving:
             _end_if_known(fault)
 
 
@@ -206,6 +210,29 @@ def keep_store() -> None:
     distributed.print0(
         f"{path} had been removed and is written anew: what cleans TMPDIR?"
     )
+
+
+def _follow_end() -> Iterator[None]:
+    """Name this rank once its script has ended and it has not; end it after --dist-timeout."""
+    while threading.main_thread().is_alive():
+        yield
+    began = time.monotonic()
+    seconds = distributed.timeout()
+    while time.monotonic() < began + min(NOTICE_SECONDS, seconds / 2):
+        yield
+    threads = [t.name for t in threading.enumerate() if t.is_alive() and not t.daemon]
+    print_line(
+        f"{environment.own_rank()} (process {os.getpid()}) has not ended though its script has: "
+        f"{shorten(threads) or 'an exit handler'} is at work, for at most {seconds:g} s",
+        sys.stderr,
+    )
+    while time.monotonic() < began + seconds:
+        yield
+    process.exit_now(_status)
+
+
+_ending = _follow_end()
+next(_ending)
 
 
 class Lateness:
@@ -251,7 +278,7 @@ def follow_others(_: list[int]) -> None:
     keep_store()
     try:
         status = ending.status_of_failure()
-        is_held = distributed.any_debugged() or watch.is_leaving
+        is_held = distributed.any_debugged() or process.End.is_leaving
         if status and not is_held:  # nccl does not notice it
             time.sleep(2 * POLL_SECONDS)  # let that rank print its error first
             process.exit_now(status)
@@ -265,7 +292,7 @@ def follow_others(_: list[int]) -> None:
         # nobody to hear.
         if distributed.is_joined() and not isinstance(error, dist.DistError):
             raise
-        watch.duties.remove(follow_others)
+        watch.thread.duties.remove(follow_others)
 
 
 def _lost_rank(error: Exception) -> str | None:
@@ -299,7 +326,7 @@ def _of_others(is_late: bool) -> str:
             is_new = not explaining.answered()  # before training no hang is shown
             if is_late and is_new and distributed.is_joined():
                 explaining.show(f"{line}:", ANSWER_SECONDS, is_hang=False)
-            for state in explaining.states(range(distributed.world_size())):
+            for state in distributed.states(range(distributed.world_size())):
                 if "has ended" in state:
                     line += f": {state}"
     except dist.DistError:
@@ -369,11 +396,11 @@ def _of_memory(error: Exception) -> UserError | None:
     what = out_of_memory(error)
     if not what:
         return None
-    size = f" with --batch-size {_batch_size}" if _batch_size else ""
+    size = f" with batches of {_batch_size}" if _batch_size else ""
     return UserError(
-        f"{environment.own_rank()} is out of {what}{size}: lower --batch-size (--accumulate keeps "
-        "the global batch), --image-size or, for segmentation, --tile (0 is the whole image)"
-        f"{'' if 'GPU' in what else '; or --workers'}"
+        f"{environment.own_rank()} is out of {what}{size}: use smaller batches (to accumulate "
+        "gradients keeps the global batch) or images or, for segmentation, tiles"
+        f"{'' if 'GPU' in what else '; or fewer loader workers'}"
     )
 
 

@@ -1,7 +1,7 @@
 """How the ranks and their launcher agree: to start, to stop, to fail; and where all ranks are.
 
     launch.sh -> launch.py: checks its environment, starts the ranks, passes signals on to them
-    rank: process.install_handlers: it ends with its launcher; then it imports torch
+    rank: handlers.install_handlers: it ends with its launcher; then it imports torch
           failures.one_line_errors: starts its one thread, "watch"; errors come out of here
           distributed.setup: takes a device, meets the others at the store, joins the group
           stopping.on_signals: from here on a signal no longer ends it but stops all

@@ -66,7 +66,7 @@ def prepare_network(network: nn.Module) -> None:
         if distributed.world_size() == 1:
             return
         raise UserError(
-            f"run.steps got a {type(network).__name__}: give it DistributedDataParallel(model), "
+            f"steps() got a {type(network).__name__}: give it DistributedDataParallel(model), "
             "which averages the gradients over the ranks"
         )
     # A sum of two is the same in any order; the other flags keep to the order of the
@@ -137,7 +137,7 @@ def check_called(network: nn.Module) -> None:
         raise UserError(
             "a step without a call of ddp_model, which averages the gradients over the ranks: "
             "compute the outputs with ddp_model(images), not with model or ddp_model.module, and "
-            "call run.end_step once"
+            "end the step once"
         )
     _called.discard(ddp_model)
 

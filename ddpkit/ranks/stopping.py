@@ -14,8 +14,15 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ddpkit.errors import print_line
-from ddpkit.ranks import distributed, ending, explaining, failures, process, protocol
-from ddpkit.ranks.process import watch
+from ddpkit.ranks import (
+    distributed,
+    ending,
+    explaining,
+    failures,
+    process,
+    protocol,
+    watch,
+)
 from ddpkit.ranks.protocol import ANSWER_SECONDS, STEP, STOP, STOP_SIGNALS, STOPPED
 
 
@@ -62,10 +69,10 @@ class Stopper:
         except dist.DistError:
             # The store has gone, with the rank or launcher that held it.
             # A launcher that ends sends a signal.
-            for signum in watch.wait_for_signals(ANSWER_SECONDS):
+            for signum in watch.thread.wait_for_signals(ANSWER_SECONDS):
                 if signum in STOP_SIGNALS:
                     process.exit_now(128 + signum)
-            if not watch.is_leaving:  # as the main thread does unless it hangs
+            if not process.End.is_leaving:  # as the main thread does unless it hangs
                 ending.report_and_exit(failures.lost_store(), self.status)
 
     def request_stop(self, signum: int) -> None:
@@ -80,7 +87,7 @@ class Stopper:
         is_interrupt = signum == signal.SIGINT or process.by_plain_torchrun()
         was_interrupt = self.status == 128 + signal.SIGINT
         is_new = now > self.first_signal + protocol.DUPLICATE_SECONDS
-        if was_interrupt and is_interrupt and is_new:
+        if was_interrupt and is_interrupt and is_new and process.is_script():
             distributed.print0("aborted; progress since the last checkpoint is lost")
             process.exit_now(self.status)
 
@@ -103,7 +110,7 @@ class Stopper:
             missing = [
                 rank for rank, key in enumerate(answers) if not self.store.check([key])
             ]
-            states = ", ".join(explaining.states(missing))
+            states = ", ".join(distributed.states(missing))
             if waited > self.grace or "has ended" in states:
                 line = f"not saved, after {waited:.0f} s for an answer: {states}"
                 ending.report_and_exit(line, self.status)
@@ -142,13 +149,15 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
         return
     stopper = _stopper = Stopper()
     explaining.name_position(position)
-    watch.add_duty(failures.follow_others)
-    watch.add_duty(stopper)
-    taken_from = signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
+    watch.thread.add_duty(failures.follow_others)
+    watch.thread.add_duty(stopper)
+    taken_from = signal.set_wakeup_fd(
+        watch.thread.wakeup.fileno(), warn_on_full_buffer=False
+    )
     before = {}
     for signum in STOP_SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup ignores one
-            before[signum] = signal.signal(signum, process.hand_over)
+            before[signum] = signal.signal(signum, watch.hand_over)
     is_done = False
     try:
         yield
@@ -157,12 +166,10 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
         _stopper = None
         if is_done:
             explaining.name_position(str)  # what follows is in no epoch
-        watch.remove_duty(stopper)
+        watch.thread.remove_duty(stopper)
         signal.set_wakeup_fd(taken_from)
-        # a notebook, whose process remains, has no file
-        is_script = hasattr(sys.modules["__main__"], "__file__")
+        is_last = is_done and process.is_script()
         for signum, handler in before.items():
-            is_last = is_done and is_script
             signal.signal(signum, _exit_soon if is_last else handler)
 
 
@@ -174,7 +181,7 @@ def _exit_soon(*_: object) -> None:
         if time.monotonic() > deadline:
             process.exit_now(STOPPED)
 
-    watch.add_duty(exit_late)
+    watch.thread.add_duty(exit_late)
 
 
 def end_step() -> None:
@@ -208,9 +215,21 @@ def agree() -> None:
 
 
 def exit_stopped(how: str) -> NoReturn:
-    """Exit with STOPPED, once all ranks have come here and the checkpoint is written."""
-    name = distributed.store().get(STOP).decode()
-    distributed.barrier()  # when the first rank exits, torchrun ends the others
-    process.ignore_signals()
+    """Exit with STOPPED, once all ranks have come here and the checkpoint is written.
+
+    In a notebook raise KeyboardInterrupt if it is one that stops: its process remains.
+    """
+    store = distributed.store()
+    name = store.get(STOP).decode()
+    # When the first rank exits, torchrun ends the others.
+    distributed.wait_for_all()
+    is_interrupt = name == "SIGINT" and not process.is_script()
+    if not is_interrupt:
+        process.ignore_signals()
     distributed.print0(f"{name}: stopped {how}".rstrip())
-    process.exit_now(STOPPED)
+    if not is_interrupt:
+        process.exit_now(STOPPED)
+    # A cell that trains next is not to stop for this.
+    for key in STOP, STEP.format(distributed.rank()):
+        store.delete_key(key)
+    raise KeyboardInterrupt

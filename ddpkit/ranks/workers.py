@@ -24,9 +24,10 @@ from ddpkit.ranks import ending, process, protocol
 
 FORKS: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
 HINTS = {
-    "SIGKILL": ": out of memory? Lower --workers (see dmesg)",
+    "SIGKILL": ": out of memory? Use fewer loader workers (see dmesg)",
     "SIGBUS": ": /dev/shm full?",
 }
+TENSORBOARDS = "_AsyncWriterThread"  # whose error is raised again where one writes
 OVER = b"over"  # the note of a worker that has done all
 
 running: list["Worker"] = []  # of this rank, and those that have died
@@ -100,7 +101,7 @@ def on_thread_error(failure: threading.ExceptHookArgs) -> None:
     is_pinning = any(frame.f_code.co_name == "_pin_memory_loop" for frame, _ in frames)
     if is_pinning and failure.exc_value:
         fail(failure.exc_value)
-    else:
+    elif type(failure.thread).__name__ != TENSORBOARDS:
         threading.__excepthook__(failure)
 
 
@@ -152,17 +153,17 @@ def lacking(error: BaseException) -> UserError | None:
     if re.search(no_thread, text) or (is_forking and number == errno.EAGAIN):
         return UserError(
             "no more processes or threads can be started: raise the limit (ulimit -u, docker run "
-            "--pids-limit), or lower --workers"
+            "--pids-limit), or use fewer loader workers"
         )
     no_file = "Too many open files|items of ancdata"
     if number == errno.EMFILE or re.search(no_file, text):
         return UserError(
-            "too many files are open: raise the limit (ulimit -n) or lower --workers"
+            "too many files are open: raise the limit (ulimit -n) or use fewer loader workers"
         )
     no_memory = number == errno.ENOMEM and (is_of_shm or is_forking)
     if no_memory or isinstance(error, MemoryError):
         return UserError(
-            "too little memory for loader workers: lower --workers or --batch-size"
+            "too little memory for loader workers: use fewer, or smaller batches"
         )
     if isinstance(error, FileNotFoundError) and "resource_sharer.py" in trace:
         return UserError(
@@ -172,5 +173,5 @@ def lacking(error: BaseException) -> UserError | None:
         return None
     return UserError(
         f"/dev/shm cannot hold the batches of loader workers ({os.strerror(number)}; see df -h "
-        "/dev/shm): docker run --ipc=host or --shm-size=8g; else lower --workers (0 needs none)"
+        "/dev/shm): docker run --ipc=host or --shm-size=8g; else fewer workers (0 need none)"
     )

@@ -414,7 +414,7 @@ class Run(Checkpoints):
                     yield
                 self._keep_changes()
                 # rank 0 may still be saving: its watcher needs the others'
-                distributed.barrier()
+                distributed.wait_for_all()
             except stopping.Stopped:  # in an evaluation
                 self._leave()
         self._say_end()

@@ -18,7 +18,7 @@ from ddpkit.data import folders, loading, normalizing
 from ddpkit.data.format import Format, read_format
 from ddpkit.data.images import LazyImage, open_image, visible
 from ddpkit.errors import UserError, print_error
-from ddpkit.ranks import devices, distributed, process
+from ddpkit.ranks import children, devices, distributed
 from ddpkit.ranks.workers import worker_context
 from ddpkit.run import checkpoint
 from ddpkit.run.pictures import draw_legend, drawing, overlay, paint
@@ -98,7 +98,7 @@ class Predictor:
             batch_size,
             num_workers=workers,
             multiprocessing_context=worker_context(workers),
-            worker_init_fn=process.start_worker,
+            worker_init_fn=children.start_worker,
             collate_fn=list,  # of pairs, some of which may have a line for an image
         )
         # disable=None: no bar without a terminal

@@ -22,9 +22,9 @@ from ddpkit import files
 from ddpkit.data import images, loading, samples
 from ddpkit.data.loading import TrainSampler
 from ddpkit.data.other_loaders import OtherSource
-from ddpkit.errors import LineError, reason_of
 from ddpkit.ranks import devices, distributed, failures, process
 from ddpkit.run import checkpoint, machine, pictures
+from ddpkit.run.beside import Beside
 from ddpkit.run.layout import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
 from ddpkit.run.mistakes import MEASURES, Mistakes, per_class_lines
 from ddpkit.run.rows import (
@@ -37,7 +37,7 @@ from ddpkit.run.rows import (
     recorded_epochs,
     recorded_rows,
 )
-from ddpkit.run.steplog import StepLog
+from ddpkit.run.steplog import Board, StepLog, open_writer
 
 Log = Callable[[dict[str, float]], object]  # takes a row of numbers
 # takes the id of the run to continue, or None; returns its id, and what takes the rows
@@ -94,7 +94,8 @@ class Reporter:
         self.began = time.monotonic()
         self.waited = 0.0
         self.images = 0  # in this epoch, of all ranks
-        self.board: Any = None
+        self.beside = Beside()
+        self.board = Board(self.folder / EPOCHS, self._open_board, self.active)
         self.process = os.getpid()
         self.log: Log | None = None  # a tracker's
         self.facts: dict[str, object] = {}  # args.json
@@ -107,9 +108,7 @@ class Reporter:
             return
         self.bar.close()
         self.steps.close()
-        if self.board:
-            with contextlib.suppress(OSError):  # the disk may be full
-                self.board.close()
+        self.board.close()
 
     def print_start(
         self,
@@ -277,10 +276,16 @@ class Reporter:
         row: its numbers, by column; "epoch", from 1, may be among them.
         """
         self.rows.append(checkpoint.to_plain({"epoch": self.epoch + 1, **row}))
-        self.log_last_row(is_best)
+        self._log_last_row(is_best)
 
     def log_last_row(self, is_best: bool) -> None:
-        """Record the epoch of the last of `rows`, as `log_epoch` does."""
+        """Record the epoch of the last of `rows`, as `log_epoch` does; all ranks have to call this.
+
+        They wait for rank 0, whose tracker may take as long as it likes.
+        """
+        distributed.await_rank_zero(self._log_last_row, is_best)
+
+    def _log_last_row(self, is_best: bool) -> None:
         row = self.rows[-1]
         self.epoch = int(row["epoch"])
         if not self.active:
@@ -305,36 +310,41 @@ class Reporter:
         """Draw curves.png, then write metrics.csv; give the `new` rows to TensorBoard."""
         best = best_row(self.rows, *self.chosen_by())
         path = self.folder / "curves.png"
-        pictures.draw_curves(path, self.rows, self.classes, self.chosen_by()[0], best)
+        words = path, self.rows, self.classes, self.chosen_by()[0], best
+        self.beside(f"{path} is not drawn", pictures.draw_curves, *words)
+        self.beside(f"{self.folder}/metrics.csv is not written", self.write_rows)
+        shown = new if any((self.folder / EPOCHS).glob(EVENTS)) else self.rows
+        for row in shown:
+            for name, value in only_numbers(row).items():
+                self.board.add_scalar(name, value, row["epoch"])
+        self.board.flush()
+        for row in new if self.log else ():
+            self.beside("the tracker did not take a row", self.log, only_numbers(row))
+
+    def write_rows(self) -> None:
         # of all rows, in their order: a later one may have more
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
         with files.table(self.folder / "metrics.csv", columns) as write:
             for row in self.rows:
                 write([row.get(name, "") for name in columns])
-        shown = new
-        if not self.board:
-            from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
-            # Entries of later epochs, before going back to an earlier checkpoint, are
-            # dropped: in a folder of its own, for other people's scalars have other
-            # steps.
-            place = self.folder / EPOCHS
-            if not any(place.glob(EVENTS)):
-                shown = self.rows
-            self.board = SummaryWriter(str(place), purge_step=self.first_epoch)
-        for row in shown:
-            for name, value in only_numbers(row).items():
-                self.board.add_scalar(name, value, row["epoch"])
-        for row in new:
-            self.track(row)
-        self.board.flush()
+    def _open_board(self) -> object:
+        # Entries of later epochs, before going back to an earlier checkpoint, are
+        # dropped: in a folder of its own, for other people's scalars have other steps.
+        return open_writer(self.folder / EPOCHS, purge_step=self.first_epoch)
 
     def catch_up(self, tracker: Start | None = None) -> None:
-        """Record the rows that a run had saved when it was killed; start the tracker, if any."""
+        """Record the rows that a run had saved when it was killed; start the tracker, if any.
+
+        All ranks have to call this, and wait for rank 0.
+        """
+        distributed.await_rank_zero(self._catch_up, tracker)
+
+    def _catch_up(self, tracker: Start | None) -> None:
         if not self.active:
             return
         if tracker:
-            self.start_tracker(tracker)
+            self.beside("the tracker did not start", self.start_tracker, tracker)
         recorded = recorded_epochs(self.folder)
         # They may be more: of epochs after the one that was gone back to.
         if self.rows and recorded != len(self.rows):
@@ -342,38 +352,27 @@ class Reporter:
 
     def start_tracker(self, tracker: Start) -> None:
         path = self.folder / "tracker.json"
-        try:
-            known = (
-                json.loads(path.read_text("utf-8"))["run"] if path.exists() else None
-            )
-            run, self.log = tracker(known)
-        except (Exception, SystemExit) as error:  # which costs no run
-            line = f"the tracker did not start ({typed_reason(error)}): the run goes on without it"
-            return distributed.print0(line)
+        known = json.loads(path.read_text("utf-8"))["run"] if path.exists() else None
+        run, self.log = tracker(known)
         self.write_json("tracker.json", {"run": run})
 
-    def track(self, row: Row) -> None:
-        if not self.log:
-            return
-        try:
-            self.log(only_numbers(row))
-        except (Exception, SystemExit) as error:  # which costs no epoch
-            line = (
-                f"the tracker did not take epoch {row['epoch']} ({typed_reason(error)})"
-            )
-            distributed.print0(line)
-
     def write_json(self, name: str, value: object) -> None:
-        with files.writing(self.folder / name, parents=True) as tmp_path:
-            tmp_path.write_text(
-                json.dumps(value, indent=2, default=str) + "\n", "utf-8"
-            )
+        path = self.folder / name
+        text = json.dumps(value, indent=2, default=str)
+        self.beside(f"{path} is not written", files.write_text, path, f"{text}\n")
 
     def write_images(self, mistakes: Mistakes) -> None:
-        """Write examples.png, validation images with predictions, and the files of `mistakes`."""
+        """Write examples.png, validation images with predictions, and the files of `mistakes`.
+
+        All ranks have to call this, and wait for rank 0.
+        """
+        distributed.await_rank_zero(self._write_images, mistakes)
+
+    def _write_images(self, mistakes: Mistakes) -> None:
         if self.active:
-            mistakes.write_files(self.folder)
-            mistakes.draw_examples(self.folder / "examples.png")
+            failed = f"{self.folder} lacks images of best.pt"
+            self.beside(failed, mistakes.write_files, self.folder)
+            self.beside(failed, mistakes.draw_examples, self.folder / "examples.png")
 
     def try_drawing(self, mistakes: Mistakes) -> None:
         """Draw one image to nowhere: if that fails, it fails before the first epoch."""
@@ -457,22 +456,15 @@ def _is_on_terminal() -> bool:
     return False
 
 
-def typed_reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {reason_of(error, 200)}"
-
-
 def write_evaluation(mistakes: Mistakes, folder: Path) -> None:
     """Write the files of `mistakes` on rank 0 and say where, or why not."""
     if not distributed.is_rank_zero():
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_images(folder)  # of another checkpoint
-        mistakes.write_files(folder)
-    except (OSError, LineError) as error:
-        return distributed.print0(
-            f"{folder}: cannot be written ({getattr(error, 'line', error)})"
-        )
+    beside = Beside()
+    failed = f"{folder} lacks files of this evaluation"
+    beside(failed, files.make_folder, folder)
+    beside(failed, remove_images, folder)  # of another checkpoint
+    beside(failed, mistakes.write_files, folder)
     names = [name for name in IMAGES if (folder / name).exists()]
     if names:
         distributed.print0(f"written to {folder}: {', '.join(names)}")

@@ -689,9 +689,9 @@ def explaining() -> Iterator[None]:
             with ddpkit.explaining():
                 main()
     """
-    from ddpkit.ranks import failures, process
+    from ddpkit.ranks import failures, handlers
 
-    process.install_handlers()
-    process.note_start()
+    handlers.install_handlers()
+    handlers.note_start()
     with failures.one_line_errors(loading.explain_loading):
         yield

@@ -30,7 +30,7 @@ def only_numbers(row: Row) -> dict[str, float]:
 
 def recorded_epochs(folder: Path) -> int:
     path = folder / "metrics.csv"
-    return max(0, len(path.read_bytes().splitlines()) - 1) if path.exists() else 0
+    return max(0, len(path.read_bytes().splitlines()) - 1) if path.is_file() else 0
 
 
 def recorded_rows(folder: Path, epochs: float = math.inf) -> list[Row]:
@@ -40,7 +40,7 @@ def recorded_rows(folder: Path, epochs: float = math.inf) -> list[Row]:
     """
     path = folder / "metrics.csv"
     rows: list[Row] = []
-    if not path.exists():
+    if not path.is_file():  # nor a pipe, which may not end
         return rows
     text = path.read_bytes().replace(b"\0", b"").decode("utf-8-sig", "surrogateescape")
     for cells in csv.DictReader(io.StringIO(text, newline=""), restval=""):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ddpkit import version
 from ddpkit.errors import UserError, print_error
-from ddpkit.ranks import environment, process
+from ddpkit.ranks import environment, handlers, process
 from ddpkit.ranks.protocol import END_SECONDS, MISTAKE
 
 THRESHOLDS = gc.get_threshold()
@@ -31,7 +31,7 @@ def before_imports(
             ddpkit.before_imports(parse_args, needs="2.1")
     """
     gc.set_threshold(SELDOM)  # of new objects; the other two remain
-    process.install_handlers()
+    handlers.install_handlers()
     try:
         check_itself(needs)
         if parse_args:
@@ -45,7 +45,7 @@ def before_imports(
             time.sleep(END_SECONDS)  # the launcher ends this rank
         environment.note_mistake()
         process.exit_now(MISTAKE)
-    process.note_start()
+    handlers.note_start()
     if process.is_debugged():
         import_untraced()
 

@@ -1,7 +1,9 @@
 """What a run reports within an epoch, every so many steps: a line, and TensorBoard's curves."""
 
 import contextlib
+import functools
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ddpkit import files
 from ddpkit.ranks import devices, distributed
+from ddpkit.run.beside import Beside
 from ddpkit.run.layout import EVENTS, STEPS
 
 if TYPE_CHECKING:
@@ -20,13 +24,40 @@ if TYPE_CHECKING:
 CLOSING_SECONDS = 2
 
 
-class NoWriter:
-    """Takes the calls that a SummaryWriter takes, and does nothing."""
+def open_writer(folder: Path, **options: int) -> "SummaryWriter":
+    from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    files.make_folder(folder)
+    # Where it cannot write, its thread prints a traceback.
+    tempfile.TemporaryFile(dir=folder).close()
+    return SummaryWriter(str(folder), **options)
+
+
+class Board:
+    """A SummaryWriter, which `make` opens at the first use; its errors are a line.
+
+    Where it is not `active`, and in a forked child, it does nothing.
+    """
+
+    def __init__(self, folder: Path, make: Callable[[], object], active: bool) -> None:
+        self._failed = f"{folder} gets nothing for TensorBoard"
+        self._make = make
+        self._beside = Beside()
+        self._process = os.getpid() if active else 0  # its thread is not in a fork
+        self._writer: object = None
+
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: None
+        is_own = os.getpid() == self._process
+        if is_own and not self._writer and name not in ("flush", "close"):
+            self._writer = self._beside(self._failed, self._make)
+        if not is_own or not self._writer:
+            return lambda *args, **named: None
+        found = getattr(self._writer, name)
+        if callable(found):
+            return functools.partial(self._beside, self._failed, found)
+        return found
 
 
 class Entry(NamedTuple):
@@ -74,42 +105,31 @@ class StepLog:
         self.active = active and distributed.is_rank_zero()
         self.process = os.getpid()
         self.pending: list[Entry] = []
-        self.board: SummaryWriter | None = None
+        # run.writer.add_scalar("mine", value, run.step + 1), on all ranks
+        self.writer = Board(self.folder, self._open_board, self.active)
         self.begin_epoch()
         # TensorBoard reads one file after the other, and at the mark in this one it
         # drops what the files before have of later steps: it has to come before any
         # that is opened from here on.
-        if self.active and any(self.folder.glob(EVENTS)):
-            self._drop_later(self._open_board())
-
-    @property
-    def writer(self) -> "SummaryWriter | NoWriter":
-        """TensorBoard's writer of the folder steps/ on rank 0; elsewhere it does nothing.
-
-        run.writer.add_scalar("mine", value, run.step + 1)
-        """
-        # its thread is not in a fork
-        if not self.active or os.getpid() != self.process:
-            return NoWriter()
-        return self.board or self._open_board()
+        self.drops_later = any(self.folder.glob(EVENTS))
+        if self.drops_later:
+            self.writer.get_logdir()  # which opens it
 
     def _open_board(self) -> "SummaryWriter":
         began = time.monotonic()
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds
-
-        self.board = SummaryWriter(str(self.folder))
+        writer = open_writer(self.folder)
+        if self.drops_later:
+            self._drop_later(writer.file_writer)
         self.since += time.monotonic() - began
-        return self.board
+        return writer
 
-    def _drop_later(self, board: Any) -> None:
+    def _drop_later(self, file_writer: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         mark = SessionLog(status=SessionLog.START)
         # some readers take the first in a folder for the beginning of the run
         for _ in range(2):
-            board.file_writer.add_event(
-                Event(step=self.first_step + 1, session_log=mark)
-            )
+            file_writer.add_event(Event(step=self.first_step + 1, session_log=mark))
 
     def begin_epoch(self, bar: tqdm | None = None) -> None:
         """Begin an epoch, or its rest. bar: what shows the numbers if there is a terminal."""
@@ -164,8 +184,7 @@ class StepLog:
             if entry.event:
                 entry.event.synchronize()
         self._write_arrived()
-        if self.board:
-            self.board.flush()
+        self.writer.flush()
 
     def close(self) -> None:
         """Write what arrives within CLOSING_SECONDS, and close the file.
@@ -175,16 +194,13 @@ class StepLog:
         if os.getpid() != self.process:
             return
         until = time.monotonic() + CLOSING_SECONDS
-        # of a full disk, of a device that failed
-        with contextlib.suppress(OSError, RuntimeError):
+        with contextlib.suppress(RuntimeError):  # of a device that failed
             self._write_arrived()
             while self.pending and time.monotonic() < until:
                 time.sleep(0.01)
                 self._write_arrived()
         self.pending = []
-        if self.board:
-            with contextlib.suppress(OSError):
-                self.board.close()
+        self.writer.close()
 
     def _write_arrived(self) -> None:
         while self.pending:

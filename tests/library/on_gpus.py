@@ -207,7 +207,7 @@ def test_out_of_memory(project, few, tmp_path):
 
     done = project.train(few, tmp_path / "out", patch=after_step(2, ask, 1))
     asked = "asked for 32.00 GiB, peak 0.0"
-    done.refused("failures.of_memory", "rank 1 ", asked, " of 16 GiB", "--batch-size 4")
+    done.refused("failures.of_memory", "rank 1 ", asked, " of 16 GiB", "batches of 4")
 
 
 def wait_alone() -> None:

@@ -10,13 +10,24 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
+import pytest
 import torch
-from generated import children, wait_for
-from ranks import on_ranks
+from generated import children as living
+from generated import wait_for
+from ranks import fork, on_ranks, wait
 from torch.utils.data import DataLoader
 
 from ddpkit.data import loading
-from ddpkit.ranks import distributed, failures, process, protocol, stopping, workers
+from ddpkit.ranks import (
+    children,
+    distributed,
+    failures,
+    process,
+    protocol,
+    stopping,
+    watch,
+    workers,
+)
 from ddpkit.run import reporting
 
 context = multiprocessing.get_context("fork")
@@ -74,7 +85,7 @@ def test_what_a_loader_worker_starts():
     """The worker outlives a request to stop, but a program that it starts ends as any other."""
 
     def work(results: multiprocessing.Queue) -> None:
-        process.start_worker(0)
+        children.start_worker(0)
         os.kill(os.getpid(), signal.SIGTERM)
         program = subprocess.Popen(["sleep", "60"])
         program.terminate()
@@ -97,8 +108,8 @@ def test_a_child_that_fails(tmp_path):
         raise ValueError("a bug of the child")
 
     def use_lock() -> None:
-        assert process.watch.lock.acquire(timeout=5)
-        process.watch.lock.release()
+        assert watch.thread.lock.acquire(timeout=5)
+        watch.thread.lock.release()
 
     report = reporting.Reporter(tmp_path, epochs=2)
     report.log_epoch({})  # which starts TensorBoard's thread
@@ -106,7 +117,7 @@ def test_a_child_that_fails(tmp_path):
     with failures.one_line_errors(), stopping.on_signals(str), closing:
         other = context.Process(target=sleep, daemon=True)
         other.start()
-        with process.watch.lock:  # as if the thread were at work
+        with watch.thread.lock:  # as if the thread were at work
             assert status_of(forked(use_lock)) == 0
         assert status_of(forked(bug)) == 1
         assert not distributed.store().check([protocol.ERROR])
@@ -131,6 +142,31 @@ def test_a_child_that_drops_an_iterator():
     assert torch.cat([first, *found]).tolist() == list(range(8))
 
 
+@pytest.mark.parametrize("end", ["exit", "kill"])
+def test_a_foreign_worker_that_hangs(tmp_path, end):
+    """It does not outlive its rank, whichever way that ends."""
+    path = tmp_path / "pid"
+
+    class Hanging(list):
+        def __getitem__(self, index: int) -> None:
+            path.write_text(str(os.getpid()))
+            time.sleep(600)
+
+    def act() -> None:
+        loader = DataLoader(Hanging("ab"), num_workers=1)
+        with failures.one_line_errors():
+            if end == "exit":
+                watch.thread.add_duty(lambda _: path.exists() and process.exit_now(9))
+            next(loading.started(loader))
+
+    pid = fork(act, tmp_path / "said")
+    wait_for(lambda: path.exists() and path.read_text())
+    if end == "kill":
+        os.kill(pid, signal.SIGKILL)
+    assert wait([pid]) == [9 if end == "exit" else -9]
+    wait_for(lambda: not process.is_running(int(path.read_text())))
+
+
 POOL = """
     import multiprocessing, time
     with multiprocessing.get_context("fork").Pool(2) as pool:
@@ -144,8 +180,8 @@ def test_a_pool_in_evaluation(project, few, tmp_path):
     pooled = project.copy(tmp_path / "pooled", (reset, POOL + reset))
     started = pooled.start(project.flags(few, tmp_path / "out", "--epochs", 9))
     wait_for((tmp_path / "out" / "last.pt").exists)
-    wait_for(lambda: len(children()) == 6)
-    for pid in children():
+    wait_for(lambda: len(living()) == 6)
+    for pid in living():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGINT)
     done = started.end()

@@ -233,7 +233,7 @@ build_metrics = lambda *_: MetricCollection({"ap": MulticlassAveragePrecision(6)
     assert not (out / "per_class.csv").exists()  # no confusion matrix
 
 
-INSIDE = "        batches = [\n            transform_batch("
+INSIDE = "        # Batches hold unequal numbers"
 SHORTER = (INSIDE, f"        if run.step == 2 * run.epoch + 2: break\n{INSIDE}")
 
 
@@ -249,7 +249,7 @@ def test_a_shorter_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
     assert digest(whole) == digest(killed)
 
 
-LOSS = "                loss = criterion(logits, targets) * world_size / count\n"
+LOSS = "            loss = criterion(logits, targets) * world_size / count\n"
 ZERO = "        optimizer.zero_grad()\n"
 JUDGE = "                model, val_loader, criterion, metrics, args\n            )\n            lr"
 SAMPLER = "        accumulate=args.accumulate,\n        seed=args.seed,\n"

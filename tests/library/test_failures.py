@@ -1,17 +1,34 @@
 """What torch, DDP and a device without memory say comes as one line that tells the remedy."""
 
+import ast
 import contextlib
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from generated import ROOT
+from ranks import on_ranks, said, start, wait
 from torch import Tensor, nn
 
 from ddpkit.errors import UserError
-from ddpkit.ranks import failures, replicas
+from ddpkit.ranks import failures, process, replicas
 from ddpkit.run import reporting
+
+LATE = """
+import time
+import ddpkit
+from ddpkit.ranks import distributed
+with ddpkit.explaining():
+    distributed.setup(timeout=3)
+    if ddpkit.rank() == 0:
+        distributed.barrier()
+    time.sleep(60)
+"""
 
 OUT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.2 GiB"
 NCCL = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27.3\nLast error:\n"
@@ -45,7 +62,7 @@ HOST = "alloc_cpu.cpp:127 can't allocate memory: you tried to allocate 9 bytes"
 def test_errors_for_want_of_memory(error, lacking):
     """A mistake of the user's, which no restart repeats."""
     line = str(failures._of_memory(error) or "")
-    assert (f"{lacking}: lower --batch-size" in line) if lacking else not line
+    assert (f"{lacking}: use smaller batches" in line) if lacking else not line
 
 
 @pytest.mark.parametrize("found", ["address for: lo", "interface for: [127.0.0.1]"])
@@ -129,3 +146,84 @@ def test_the_line_on_waiting(wait, seconds, tmp_path, capsys):
     report.log_epoch({"data_wait": wait, "train_seconds": seconds})
     said = "input-bound: 50% of 40 s" in capsys.readouterr().out
     assert said == (seconds == 40)
+
+
+# flags and files of the project, which another script has not; not those of docker and srun
+OF_THE_PROJECT = re.compile(
+    r"--(?!help|ipc|shm|pids|ntasks)[a-z]|run\.\w|(model|dataset|predict)\.py"
+)
+
+
+def test_words_for_any_script():
+    """What ranks say is for `Checkpoints` in a script of one's own, too."""
+    found = []
+    for path in Path(failures.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        docs = [
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        ]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and id(node) not in docs:
+                found.append(str(node.value))
+    of_flags = ("--dist-timeout", "--debug-rank")  # that the project's door has read
+    assert not [
+        text
+        for text in found
+        if OF_THE_PROJECT.search(text) and not text.startswith(of_flags)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("left", "is_done", "what"),
+    [
+        ("threading.Thread(target=time.sleep, args=(60,), name='mine')", True, "mine"),
+        ("atexit.register(time.sleep, 60)", False, "an exit handler"),
+    ],
+)
+def test_a_rank_that_does_not_end(tmp_path, left, is_done, what):
+    """Though its script has: it is named, and then ended; with status 0 if all was done."""
+    script = f"""
+import atexit, sys, threading, time
+from ddpkit.ranks import failures, handlers, process
+handlers.install_handlers()
+with failures.one_line_errors():
+    failures.distributed.Group.timeout = failures.distributed.timedelta(seconds=4)
+    left = {left}
+    if {is_done}:
+        left.start()
+    else:
+        sys.exit("no")
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=50,
+    )
+    assert done.returncode == (0 if is_done else 1)
+    line = (
+        rf"rank 0 \(process \d+\) has not ended .*: {what} is at work, for at most 4 s"
+    )
+    assert re.search(f"^{line}$", done.stderr, re.MULTILINE)
+
+
+def test_where_a_rank_has_timed_out(tmp_path):
+    """At the line of its collective, not where the error is handled."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+
+    def patch() -> None:
+        process.project = lambda: tmp_path
+
+    output = tmp_path / "said"
+    pids = start(2, str(script), [], output, tmp_path, patch)
+    assert wait(pids) == [1, 1]
+    err = said(output)[1]
+    assert "rank 0, at late.py:8: " in err
+    assert "rank 1, at late.py:9" in err

@@ -22,7 +22,14 @@ from ranks import Patch
 from ddpkit.data import folders
 from ddpkit.data.format import Format
 from ddpkit.data.loading import Collate
-from ddpkit.ranks import distributed, explaining, process, protocol, stopping
+from ddpkit.ranks import (
+    children,
+    distributed,
+    explaining,
+    process,
+    protocol,
+    stopping,
+)
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.loop import Run
@@ -307,7 +314,7 @@ def test_samples_that_break_their_worker(project, data, tmp_path, how):
 
 def test_a_worker_that_starts_as_its_rank_dies(project, few, tmp_path):
     """It ends, too: torch looks only whether the parent that it has then is still the same."""
-    start = process.start_worker
+    start = children.start_worker
 
     def dying(number: int) -> None:
         rank = os.getppid()
@@ -316,7 +323,7 @@ def test_a_worker_that_starts_as_its_rank_dies(project, few, tmp_path):
         start(number)
 
     def patch() -> None:
-        process.start_worker = dying
+        children.start_worker = dying
 
     done = project.train(few, tmp_path, "--workers", 1, on=1, patch=patch)
     assert done.status == -9

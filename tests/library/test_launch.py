@@ -20,8 +20,8 @@ from ddpkit.ranks import distributed
 
 MEETING = """
 import pathlib, time
-from ddpkit.ranks import distributed, failures, process
-process.install_handlers()
+from ddpkit.ranks import distributed, failures, handlers, process
+handlers.install_handlers()
 with failures.one_line_errors():
     distributed.setup()
     distributed.barrier()
@@ -231,3 +231,13 @@ def test_a_killed_rank_of_two_nodes(project, few, tmp_path):
     assert second.status == 137
     assert first.err.endswith("error: rank 0 on n0 lost another rank\n")
     assert first.status == 1
+
+
+def test_a_module(tmp_path):
+    """As torchrun and Python take one."""
+    (tmp_path / "trainer").mkdir()
+    script = tmp_path / "trainer" / "__main__.py"
+    script.write_text("import os, sys; os.write(1, f'{sys.argv[1:]}\\n'.encode())")
+    command = [sys.executable, "-m", "ddpkit", "launch", "-m", "trainer", "--lr", 1]
+    done = run(command, cwd=tmp_path, NPROC="2", PYTHONPATH=str(ROOT)).ok()
+    assert done.out == "starting 2 rank(s) ...\n" + "['--lr', '1']\n" * 2

@@ -32,8 +32,8 @@ from ddpkit.ranks import (
     explaining,
     failures,
     meeting,
-    process,
     protocol,
+    watch,
 )
 from ddpkit.run import agreement
 
@@ -296,7 +296,7 @@ def test_a_store_that_is_cleaned_away(tmp_path):
         distributed.barrier()
         if distributed.is_rank_zero():
             wait_for(lambda: failures._store_file)
-            with process.watch.lock:  # as it may come before the thread looks
+            with watch.thread.lock:  # as it may come before the thread looks
                 shutil.rmtree(folder)
                 folder.mkdir(0o700)
                 distributed.store().set("meanwhile", "1")
@@ -322,9 +322,9 @@ def test_processes_of_a_container(monkeypatch):
         ("", f"rank 1 does not answer (process {gone} in another container on "),
     ):
         distributed.store().set(key, f"{environment.node()} {space} {gone}")
-        assert explaining.states([1])[0].startswith(state)
+        assert distributed.states([1])[0].startswith(state)
     monkeypatch.setattr(environment, "process_space", str)  # without /proc
-    assert explaining.states([1]) == [f"rank 1 has ended (process {gone})"]
+    assert distributed.states([1]) == [f"rank 1 has ended (process {gone})"]
 
 
 def test_in_which_collective_a_rank_waits():
@@ -348,3 +348,17 @@ def test_sums_of_bools(project):
     given = torch.tensor([True, False, distributed.rank() == 0])
     for reduce_tensor in distributed.reduce_tensor, own.reduce_tensor:
         assert reduce_tensor(given).tolist() == [2, 0, 1]
+
+
+@on_ranks(2, group=False)
+def test_what_rank_zero_does_alone():
+    """It takes as long as it takes; a rank that has ended is not waited for."""
+    protocol.ANSWER_SECONDS = 1
+    distributed.setup(timeout=4)
+    if distributed.is_rank_zero():
+        time.sleep(6)
+    distributed.wait_for_all()
+    if not distributed.is_rank_zero():
+        os._exit(0)
+    with pytest.raises(dist.DistNetworkError, match="rank 1 has ended"):
+        distributed.teardown()

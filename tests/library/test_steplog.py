@@ -21,7 +21,7 @@ from tqdm import tqdm
 import ddpkit
 from ddpkit import files
 from ddpkit.ranks import distributed
-from ddpkit.run import steplog
+from ddpkit.run import pictures, steplog
 from ddpkit.run.reporting import Reporter
 from ddpkit.run.steplog import StepLog
 
@@ -343,13 +343,74 @@ def test_the_reporter_closes_it(tmp_path: Path) -> None:
         pass
     report.log_step(2, torch.ones(()), 0.1)
     assert report.steps.images == 0
-    assert report.steps.board
-    report.steps.board.flush = fail  # type: ignore[method-assign]
-    close = report.steps.board.close
-    report.steps.board.close = fail  # type: ignore[method-assign]
+    writer = report.steps.writer._writer
+    writer.flush = fail
+    close = writer.close
+    writer.close = fail
     report.close()
     close()
     assert json.dumps(list(scalars(tmp_path / steplog.STEPS)["loss"])) == "[2]"
+
+
+@on_ranks(1)
+def test_what_lies_beside_training(tmp_path: Path) -> None:
+    """Where a file cannot be written, or a drawing or a tracker fails: a line of each, once."""
+    for folder in steplog.STEPS, "epochs":
+        (tmp_path / folder).touch()
+    (tmp_path / "metrics.csv").mkdir()
+    pictures.draw_curves = lambda *_: 1 / 0
+    lines: list[str] = []
+    distributed.print0 = lines.append
+    report = Reporter(tmp_path, epochs=2, log_every=1, device=CPU)
+    report.catch_up(lambda _: ("mine", lambda row: 1 / 0))
+    for epoch in range(2):
+        for _ in report.progress(range(3), epoch, 3, 1):
+            pass
+        report.log_step(epoch + 1, torch.ones(()), 0.1)
+        report.steps.writer.add_scalar("mine", 1, epoch)
+        report.log_epoch({"top1": 0.5})
+    report.close()
+    said = sorted(
+        line for line in lines if line.endswith(": the run goes on without it")
+    )
+    found = [line.split(" (")[0].removeprefix(f"{tmp_path}/") for line in said]
+    assert found == [
+        "curves.png is not drawn",
+        "epochs gets nothing for TensorBoard",
+        "metrics.csv is not written",
+        "steps gets nothing for TensorBoard",
+        "the tracker did not take a row",
+    ]
+
+
+@on_ranks(2, group=False)
+def test_a_tracker_that_takes_long(tmp_path: Path) -> None:
+    """The other ranks wait, at its start and for each row, as long as it takes."""
+    distributed.setup(timeout=4)
+
+    def start(_: object) -> Any:
+        time.sleep(6)
+        return "mine", lambda row: time.sleep(6)
+
+    report = Reporter(tmp_path, epochs=1, device=CPU)
+    report.catch_up(start)
+    distributed.barrier()
+    report.rows.append({"epoch": 1})
+    report.log_last_row(is_best=False)
+    distributed.barrier()
+
+
+@on_ranks(1)
+def test_a_folder_of_a_group(tmp_path: Path) -> None:
+    """Whoever can write it can write the folders in it, whatever the umask."""
+    os.umask(0o022)
+    tmp_path.chmod(0o2770)
+    report = Reporter(tmp_path, epochs=1, device=CPU)
+    report.steps.writer.add_scalar("mine", 1, 1)
+    report.log_epoch({"top1": 0.5})
+    report.close()
+    for folder in steplog.STEPS, "epochs":
+        assert (tmp_path / folder).stat().st_mode & 0o7777 == 0o2775
 
 
 def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:

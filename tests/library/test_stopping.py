@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from digest import digest
 from generated import NET, Command, Done, Project, children, rows, wait_for
 from launcher import Launch
 from ranks import draw_nothing, fork, on_ranks, said, wait
 
 from ddpkit import launch
-from ddpkit.ranks import process, protocol
+from ddpkit.ranks import process, protocol, stopping
 from ddpkit.ranks.environment import Nodes
 from ddpkit.run.loop import Run
+from ddpkit.run.resuming import Checkpoints
 
 EPOCHS = 8
 SLOW = """
@@ -257,7 +259,8 @@ def test_how_ranks_have_ended(tmp_path):
 )
 def test_a_rank_that_exits_silently(tmp_path, end, is_silent):
     """It leaves a file for its launcher; with a traceback or a known reason it does not."""
-    begin = "import os, subprocess, sys; from ddpkit.ranks import process; process.note_start();"
+    begin = "import os, subprocess, sys; from ddpkit.ranks import handlers, process"
+    begin += "; handlers.note_start();"
     code = f"{begin} OTHER = {begin!r} + 'process.note_exit()'; {end}"
     path = tmp_path / "silent"
     env = {**os.environ, protocol.SILENT: str(path)}
@@ -287,3 +290,29 @@ def test_ctrl_z(tmp_path):
     os.kill(launcher, signal.SIGTERM)
     assert wait([launcher]) == [128 + signal.SIGTERM]
     assert said(tmp_path / "said") == ("", "")
+
+
+@on_ranks(1, group=False)
+def test_an_interrupt_in_a_notebook(tmp_path):
+    """It is saved, and an exception of the cell: the next one goes on."""
+    del sys.modules["__main__"].__file__
+    handler = signal.getsignal(signal.SIGINT)
+    network = torch.nn.Linear(1, 1)
+    turns = []
+
+    def train(interrupted: int) -> None:
+        checkpoints = Checkpoints(tmp_path, network=network)
+        for epoch in checkpoints.epochs(3):
+            for batch in checkpoints.steps(range(4)):
+                turns.append((epoch, batch))
+                if len(turns) == interrupted:
+                    signal.raise_signal(signal.SIGINT)
+                    wait_for(stopping.stop_requested)
+
+    for count in 2, 6:
+        with pytest.raises(KeyboardInterrupt):
+            train(count)
+        assert len(turns) == count
+        assert signal.getsignal(signal.SIGINT) is handler
+    train(0)
+    assert turns == list(itertools.product(range(3), range(4)))

@@ -23,7 +23,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from ddpkit.data import loading
 from ddpkit.data.samples import Key, Seeded
-from ddpkit.ranks import failures, process, protocol
+from ddpkit.ranks import failures, handlers, process, protocol
 
 FILES = "too many files are open: raise the limit (ulimit -n)"
 PROCESSES = "no more processes or threads can be started: raise the limit (ulimit -u"
@@ -93,7 +93,7 @@ def load(tmp_path: Path, in_worker: Patch = int, in_rank: Patch = int) -> Done:
 
     def act() -> None:
         tempfile.tempdir = str(tmp_path)
-        process.install_handlers()
+        handlers.install_handlers()
         with failures.one_line_errors(loading.explain_loading):
             options = loading.workers(2, torch.device("cpu"))
             images = Seeded(Images(in_worker), 1, seed=0)
@@ -266,7 +266,7 @@ def where_the_sockets_are(tmp_path: Path) -> None:
         assert folder.parent == place
         assert folder.stat().st_mode & 0o777 == 0o700
         assert process.socket_folder() == str(folder)
-        process.remove_sockets()
+        process.remove_files()
         assert not folder.exists()
         assert launchers.exists()
     os.environ.update(
@@ -274,8 +274,17 @@ def where_the_sockets_are(tmp_path: Path) -> None:
     )
     tempfile.tempdir = str(tmp_path)
     process.socket_folder()
-    process.remove_sockets()
+    process.remove_files()
     assert not launchers.exists()  # the launcher was killed
+    launchers.mkdir()
+    others, process.End.silent = [launchers / f"store-silent-{n}" for n in range(2)]
+    others.touch()
+    process.End.silent.touch()
+    process.remove_files()  # also of a rank without loader workers
+    assert launchers.exists()
+    others.unlink()
+    process.remove_files()
+    assert not launchers.exists()
     assert long.exists()
 
 

@@ -31,9 +31,9 @@ AFTER_WRAP = "ddp_model.broadcast_buffers"
 # Ranks that add numbers from a loader worker, without end; they start in half of
 # main.py's time.
 ENDLESS = """
-from ddpkit.ranks import process
+from ddpkit.ranks import children, handlers
 
-process.install_handlers()
+handlers.install_handlers()
 
 from torch.utils.data import DataLoader
 
@@ -53,7 +53,7 @@ if __name__ == "__main__":  # the project's tests import main
         distributed.setup()
         rank = distributed.rank()
         how = {"num_workers": 1, "multiprocessing_context": workers.worker_context(1)}
-        for number in DataLoader(Numbers(), worker_init_fn=process.start_worker, **how):
+        for number in DataLoader(Numbers(), worker_init_fn=children.start_worker, **how):
             distributed.reduce_tensor(number)
 """
 SUM = "distributed.reduce_tensor(number)"

@@ -30,6 +30,19 @@ async def cells():
     before = signal.getsignal(signal.SIGINT)
     main.main(flags)
     main.main([*flags, "--epochs", "2"])  # goes on
+    end_step = ddpkit.Run.end_step
+
+    def end_interrupted(*words):
+        signal.raise_signal(signal.SIGINT)
+        end_step(*words)
+
+    ddpkit.Run.end_step = end_interrupted
+    for _ in range(2):
+        try:
+            main.main([*flags, "--epochs", "99"])
+        except KeyboardInterrupt:
+            print("interrupted")
+    ddpkit.Run.end_step = end_step
     main.main([*flags, "--eval-only", "--json"])
     try:
         main.main([*flags, "--wrong", "1"])
@@ -55,5 +68,7 @@ def test_cells(project: Project, few: Path, tmp_path: Path) -> None:
     done = project.run(words, script=script, on=1).ok()
     assert "1 of 2 epochs done" in done.out
     assert '{"val_loss"' in done.out
-    assert done.out.count("epoch 1/") == done.out.count("epoch 2/") == 1
+    assert done.out.count("epoch 1/") == done.out.count("epoch 2/2") == 1
+    assert done.out.count("\nSIGINT: stopped and saved at epoch") == 2
+    assert done.out.count("\ninterrupted\n") == 2
     assert done.out.endswith("\nalive True\n")

@@ -1,0 +1,97 @@
+"""A debugger holds this process: all ranks end with it, and it names the rank where it stops.
+
+This module does not import debugpy.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+from types import FrameType
+
+from ddpkit.ranks import process, protocol, watch
+from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL
+
+
+def follow() -> None:
+    """End all ranks with this one's debugger (VS Code's Stop means one process) or on Ctrl-C."""
+    adapt()
+    os.environ[DEBUGGED_LAUNCHER] = str(os.getppid()) if process.by_torchrun() else ""
+    sys.breakpointhook = stop
+    # What completion in the debug console has torch say
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is", FutureWarning)
+    threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
+    signal.signal(signal.SIGINT, watch.hand_over)
+    rank = os.getpid()
+    parent = os.getppid()
+    # A worker to which nobody can attach any more ends, too.
+    if sys.platform == "linux":
+        os.register_at_fork(after_in_child=lambda: process.end_with(KILL, rank))
+
+    def duty(signals: list[int]) -> None:
+        is_over = not process.is_debugged() or os.getppid() != parent
+        if not is_over and signal.SIGINT not in signals:
+            return
+        # Once the main thread has ended, pydevd ends as the program does.
+        if threading.main_thread().is_alive():
+            process.exit_now(128 + signal.SIGINT)
+
+    watch.thread.add_duty(duty)
+    signal.set_wakeup_fd(watch.thread.wakeup.fileno(), warn_on_full_buffer=False)
+
+
+def adapt() -> None:
+    """Have the debugger name the rank where it stops, go over ddpkit, and continue when asked.
+
+    VS Code cuts off which process a row is of; beside it stands the description of the stop.
+    """
+    with contextlib.suppress(AttributeError, KeyError):  # its own names may change
+        schema = sys.modules["_pydevd_bundle._debug_adapter.pydevd_schema"]
+        filtering = sys.modules["_pydevd_bundle.pydevd_filtering"]
+        lifecycle = sys.modules["_pydevd_bundle.pydevd_thread_lifecycle"]
+        resume = lifecycle.resume_threads
+        debugger = sys.modules["pydevd"].get_global_debugger()
+        over_ddpkit = [filtering.ExcludeFilter("ddpkit", True, is_path=False)]
+        describe = schema.StoppedEventBody.__init__
+        request = process.project() / protocol.CONTINUE
+        asked_at = _time_of(request)
+
+        def describe_with_name(
+            body: object, reason: str, description: str | None = None, **rest: object
+        ) -> None:
+            name = threading.main_thread().name
+            describe(body, reason, f"{name}: {description or reason}", **rest)
+
+        def follow_person(_: list[int]) -> None:
+            nonlocal asked_at
+            # unless justMyCode is false, or launch.json has rules of its own
+            has_rules = debugger.get_require_module_for_filters()
+            if debugger.get_use_libraries_filter() and not has_rules:
+                debugger.set_exclude_filters(over_ddpkit)
+            before = asked_at
+            asked_at = _time_of(request)
+            if asked_at > before:
+                resume("*")
+
+        follow_person([])
+        schema.StoppedEventBody.__init__ = describe_with_name
+        watch.thread.add_duty(follow_person)
+
+
+def _time_of(path: Path) -> float:
+    """Return when a file was last written; 0 if it is not there."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def stop(frame: FrameType | None = None) -> None:
+    """Stop in the calling frame; debugpy's own hook does not in a process that torchrun started."""
+    if process.is_debugged():
+        frame = frame or sys._getframe(1)
+        sys.modules["pydevd"].settrace(
+            trace_only_current_thread=True, stop_at_frame=frame
+        )

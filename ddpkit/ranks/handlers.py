@@ -1,0 +1,77 @@
+"""What a rank sets up before it imports torch: it ends with its launcher, and tells it how."""
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+from pathlib import Path
+
+from ddpkit.errors import guard_streams, no_torch, print_error, print_line
+from ddpkit.ranks import children, debugger, process, protocol, watch
+
+
+def install_handlers() -> None:
+    """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
+    guard_streams()
+    line = no_torch()
+    if line:
+        print_error(line)
+        sys.exit(protocol.MISTAKE)
+    process.be_quiet()
+    if not sys.stderr:  # it is closed
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
+    children.end_workers_at_exit()
+    atexit.register(process.ignore_signals)
+    if process.by_torchrun():
+        launcher = int(os.environ.get(protocol.LAUNCHER, os.getppid()))
+        if not process.end_with(signal.SIGTERM, launcher) and sys.platform != "linux":
+            _look_after(launcher)
+    if (
+        process.by_plain_torchrun()
+        and os.environ["RANK"] == "0"
+        and "--help" not in sys.argv
+    ):
+        print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)
+    if process.is_debugged():
+        debugger.follow()
+
+
+def _look_after(launcher: int) -> None:
+    """Have this rank get SIGTERM once its launcher has ended: the kernel does not see to it."""
+
+    def follow_launcher(_: list[int]) -> None:
+        if not process.is_running(launcher):
+            watch.thread.duties.remove(follow_launcher)
+            signal.raise_signal(signal.SIGTERM)
+
+    watch.thread.add_duty(follow_launcher)
+
+
+def note_start() -> None:
+    """Have launch.sh say so if this rank, without a word, exits with a status other than 0."""
+    path = os.environ.pop(protocol.SILENT, "")  # which is not for what this rank starts
+    if path:
+        process.End.silent = Path(path)
+        with contextlib.suppress(OSError):
+            process.End.silent.touch()
+        atexit.register(_note_traceback)
+        if sys.platform == "win32":
+            watch.thread.add_duty(_take_request)
+
+
+def _take_request(_: list[int]) -> None:
+    """Raise the signal that launch.py has written, if it has."""
+    request = Path(f"{process.End.silent}{protocol.REQUEST}")
+    # ValueError: it is at it
+    with contextlib.suppress(OSError, ValueError):
+        signum = int(request.read_bytes())
+        request.unlink()
+        signal.raise_signal(signum)
+
+
+def _note_traceback() -> None:
+    if hasattr(sys, "last_value"):  # Python has printed one
+        process.note_exit()

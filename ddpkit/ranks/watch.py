@@ -1,0 +1,92 @@
+"""The one thread beside the main one; it does its duties every POLL_SECONDS, or at a signal.
+
+Signals reach it by a socket: handlers do not run while the main thread is in a collective.
+"""
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+from ddpkit.errors import print_line
+from ddpkit.ranks import process, protocol
+
+Duty = Callable[[list[int]], object]  # is given the signals that have come
+
+
+class Watch(threading.Thread):
+    pydev_do_not_trace = True  # it runs while the debugger holds the others
+
+    def __init__(self) -> None:
+        super().__init__(name="watch", daemon=True)
+        self.duties: list[Duty] = []
+        self.lock = threading.Lock()  # held while it does them
+        self.is_over = False
+
+    def _begin(self) -> None:
+        # Not made before: forks would share it.
+        self.socket, self.wakeup = socket.socketpair()
+        self.wakeup.setblocking(False)
+        self.start()
+
+    def run(self) -> None:
+        while not self.is_over:
+            signals = self.wait_for_signals(protocol.POLL_SECONDS)
+            with self.lock:
+                try:
+                    for duty in self.duties.copy():
+                        duty(signals)
+                except Exception:  # without it nobody could stop this rank
+                    print_line(traceback.format_exc(), sys.stderr)
+                    process.exit_now(1)
+
+    def wait_for_signals(self, seconds: float) -> list[int]:
+        """Return the signals that come within `seconds`; at once if one comes."""
+        self.socket.settimeout(seconds)
+        with contextlib.suppress(TimeoutError):
+            return list(self.socket.recv(64))
+        return []
+
+    def add_duty(self, duty: Duty) -> None:
+        if duty not in self.duties:
+            self.duties.append(duty)
+        if not self.ident:
+            self._begin()
+
+    def remove_duty(self, duty: Duty) -> None:
+        if self.lock.acquire(timeout=2 * protocol.ANSWER_SECONDS):
+            if duty in self.duties:  # a child that was forked has none
+                self.duties.remove(duty)
+            self.lock.release()
+
+
+thread = Watch()  # of this process: `watch.thread` is another one in a child
+
+
+@atexit.register  # at once: it looks on at the exit handlers that follow
+def _stop() -> None:
+    if thread.ident:
+        thread.is_over = True
+        thread.wakeup.send(b"\0")
+        thread.join(1)
+
+
+def hand_over(*_: object) -> None:
+    """Leave a signal to the thread: without any handler the socket gets nothing."""
+
+
+def _begin_anew() -> None:
+    """Leave the thread to the parent, in a forked child: it is not here."""
+    global thread
+    if thread.ident:
+        signal.set_wakeup_fd(-1)
+    thread = Watch()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_begin_anew)
