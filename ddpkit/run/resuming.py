@@ -593,7 +593,8 @@ class Checkpoints:
     def _leave(self) -> NoReturn:
         if self.folder.saved_step != self.step:
             self._write()
-        exit_stopped(f"and saved at {self._position()}; the same command goes on")
+        but = ", with resume auto," if self.folder.resume == "never" else ""
+        exit_stopped(f"and saved at {self._position()}; the same command{but} goes on")
 
     def _position(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.done}"
