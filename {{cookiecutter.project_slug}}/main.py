@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
-import distributed
+import ddp
 import recipe
 from dataset import build_datasets, draw_example, transform_batch
 from model import (
@@ -43,7 +43,8 @@ from model import (
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    device = distributed.setup(args.seed, args.deterministic)  # joins the other ranks
+    local_rank = args.local_rank  # of this process on its node: 0, 1, ...
+    device = ddp.setup(local_rank, args)  # its GPU; joins the other ranks
     folder = ddpkit.RunFolder(args.output_dir, args.resume)
     # Either sets folder.state: best.pt, or the checkpoint to continue from, if there is one.
     if args.eval_only:
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The network, with the weights of the checkpoint, or else those of --weights.
     model = build_model(args, classes, val_loader.dataset.channels, pretrained)
     folder.load(model, classes, vars(args))
-    model = model.to(device).to(memory_format=distributed.memory_layout(device))
+    model = model.to(device).to(memory_format=ddp.memory_layout(device))
     if args.sync_bn:
         if device.type in ("cpu", "mps"):
             raise ddpkit.UserError(
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # criterion.count(targets) their number.
     loss_module = build_criterion(args, train_set, classes)
     criterion = ddpkit.Criterion(loss_module, classes).to(device)
-    metrics = build_metrics(args, classes).to(distributed.sum_device(device))
+    metrics = build_metrics(args, classes).to(ddp.sum_device(device))
     predict = functools.partial(infer, args=args)  # for drawings
 
     if args.eval_only:
@@ -215,7 +216,7 @@ def train_one_epoch(
         # wrong: all losses of a step are divided by the number of labels in all its
         # batches on all ranks, or 1e-6 if there are none.
         counts = torch.stack([criterion.count(targets) for _, targets in batches])
-        count = distributed.reduce_tensor(counts.sum()).clamp(min=1e-6)
+        count = ddp.reduce_tensor(counts.sum()).clamp(min=1e-6)
         losses: list[Tensor] = []
         for i, (images, targets) in enumerate(batches, 1):
             # DDP averages the gradients over the ranks in backward(), once in a step.
@@ -266,7 +267,7 @@ def evaluate(
     torch.backends.cudnn.benchmark = False  # takes seconds for each image size
     model.eval()
     metrics.reset()
-    place = distributed.sum_device(device)
+    place = ddp.sum_device(device)
     totals = torch.zeros(2, dtype=torch.float64, device=place)
     worst = ddpkit.TopLosses(device)
     for images, targets, *_, indices in ddpkit.eval_batches(loader, device):
@@ -276,7 +277,7 @@ def evaluate(
         totals[1] += criterion.count(targets).to(place)
         metrics.update(logits.to(place), targets.to(place))
         worst.update(logits, targets, indices)
-    loss_sum, count = distributed.reduce_tensor(totals).tolist()
+    loss_sum, count = ddp.reduce_tensor(totals).tolist()
     # Exact over all ranks; after a signal all of them stop here.
     results, confusion = ddpkit.compute_metrics(metrics)
     if not count:

@@ -19,7 +19,7 @@ FOLDER = ROOT / TEMPLATE_FOLDER
 DDPKIT = {path: path.read_text() for path in sorted((ROOT / "ddpkit").rglob("*.py"))}
 TREES = {path: ast.parse(code) for path, code in DDPKIT.items()}
 EDITED = {
-    "distributed",
+    "ddp",
     "main",
     "flags",
     "recipe",
