@@ -171,6 +171,20 @@ def test_no_import_runs_back_up() -> None:
         graph = {name: graph[name] for name in graph.keys() - leaves}
 
 
+# What people import beside torch: in a project's folder a file of that name would hide it.
+PACKAGES = """
+accelerate albumentations apex dask data datasets distributed einops engine evaluate fastai fire
+hydra imgaug kornia lightning metrics mlflow models monai omegaconf optimizers optuna peft ray timm
+tokenizers torchmetrics trackio train trainer transformers transforms utils wandb
+"""
+
+
+def test_no_file_hides_a_package() -> None:
+    names = set().union(*map(of_owner, TASKS), {"ddpkit", "tests", "recipes"})
+    assert not names & {*PACKAGES.split(), *sys.stdlib_module_names}
+    assert names >= {"ddp", "flags", "losses"}
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_names_of_ddpkit_that_a_project_uses(task: str) -> None:
     found = of_owner(task)
