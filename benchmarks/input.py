@@ -143,13 +143,13 @@ def shrink(data: Path, folder: Path, side: int) -> Path:
 
 def training_set(data: Path, *words: object) -> tuple[Any, Sequence[str], Any]:
     """Return the project's data set of `data`, its classes, and the device."""
-    import distributed
+    import ddp
     from dataset import build_datasets
     from flags import parse_args
 
-    device = distributed.setup(0)
-    torch.set_num_threads(1)
     args = parse_args(list(map(str, ("--data", data, *words))))
+    device = ddp.setup(0, args)
+    torch.set_num_threads(1)
     with contextlib.redirect_stdout(sys.stderr):  # what it says of each folder
         dataset, _, classes = build_datasets(args)
     return dataset, classes, device

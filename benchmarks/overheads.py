@@ -155,9 +155,7 @@ def parts() -> dict[str, Callable[[], Any]]:
             "count",
             lambda _, targets: torch.tensor(targets.numel()),
         ),
-        "reduce_tensor": without(
-            project.distributed, "reduce_tensor", lambda tensor: tensor
-        ),
+        "reduce_tensor": without(project.ddp, "reduce_tensor", lambda tensor: tensor),
         "report.progress": without(
             Reporter, "progress", lambda _, batches, *__: batches
         ),

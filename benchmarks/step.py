@@ -91,8 +91,8 @@ class Bench:
 
     def __init__(self, folder: Path, words: str) -> None:
         """words: flags of the project's main.py, in one string."""
+        import ddp
         import ddpkit
-        import distributed
         import recipe
         from ddpkit.run.reporting import Reporter
         from flags import parse_args
@@ -100,7 +100,7 @@ class Bench:
 
         own = ["--data", str(folder), "--output-dir", str(folder / "run")]
         self.args = args = parse_args(own + words.split())
-        self.device = device = distributed.setup(args.seed)
+        self.device = device = ddp.setup(args.local_rank, args)
         torch.backends.cudnn.benchmark = True  # as main.train_one_epoch sets it
 
         Reporter.print_start = lambda *_: None

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from ddpkit.data.loading import train_loader, val_loader
     from ddpkit.data.sources import eval_batches
     from ddpkit.errors import NoLabelsError, UserError
-    from ddpkit.ranks.distributed import rank, rank_zero_first
+    from ddpkit.ranks.distributed import rank, rank_zero_first, rendezvous
     from ddpkit.run.checkpoint import open_model
     from ddpkit.run.criterion import Criterion
     from ddpkit.run.flags import Parser
     from ddpkit.run.folder import RunFolder
     from ddpkit.run.labels import BinaryCrossEntropy, label_metrics
     from ddpkit.run.loop import Run
-    from ddpkit.run.machine import configure, rendezvous
+    from ddpkit.run.machine import configure
     from ddpkit.run.metrics import compute_metrics
     from ddpkit.run.mistakes import TopLosses
     from ddpkit.run.networks import adapt_input
@@ -60,14 +60,14 @@ NAMES = {
     "data.loading": "train_loader val_loader",
     "data.sources": "eval_batches",
     "errors": "NoLabelsError UserError",
-    "ranks.distributed": "rank rank_zero_first",
+    "ranks.distributed": "rank rank_zero_first rendezvous",
     "run.checkpoint": "open_model",
     "run.criterion": "Criterion",
     "run.flags": "Parser",
     "run.folder": "RunFolder",
     "run.loop": "Run",
     "run.labels": "BinaryCrossEntropy label_metrics",
-    "run.machine": "configure rendezvous",
+    "run.machine": "configure",
     "run.metrics": "compute_metrics",
     "run.mistakes": "TopLosses",
     "run.networks": "adapt_input",

@@ -46,7 +46,7 @@ from ddpkit.ranks import distributed
 from ddpkit.run import pictures, reporting
 
 Patch = Callable[[], object]
-OWNED = ["main", "flags", "recipe", "distributed"]
+OWNED = ["main", "flags", "recipe", "ddp"]
 OWNED += ["dataset", "model", "losses", "predict"]
 
 # a fork of a process with OpenMP's threads would wait for them

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
-import distributed
+import ddp
 import recipe
 from dataset import build_datasets, draw_example, transform_batch
 from model import (
@@ -43,7 +43,8 @@ from model import (
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    device = distributed.setup(args.seed, args.deterministic)  # joins the other ranks
+    local_rank = args.local_rank  # of this process on its node: 0, 1, ...
+    device = ddp.setup(local_rank, args)  # its GPU; joins the other ranks
     folder = ddpkit.RunFolder(args.output_dir, args.resume)
     # Either sets folder.state: best.pt, or the checkpoint to continue from, if there is one.
     if args.eval_only:
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # The network, with the weights of --weights. Those of a checkpoint come last, by Run.
     model = build_model(args, classes, val_loader.dataset.channels, pretrained)
-    model = model.to(device).to(memory_format=distributed.memory_layout(device))
+    model = model.to(device).to(memory_format=ddp.memory_layout(device))
     if args.sync_bn:
         if device.type in ("cpu", "mps"):
             raise ddpkit.UserError(
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # criterion.count(targets) their number.
     loss_module = build_criterion(args, train_set, classes)
     criterion = ddpkit.Criterion(loss_module, classes).to(device)
-    metrics = build_metrics(args, classes).to(distributed.sum_device(device))
+    metrics = build_metrics(args, classes).to(ddp.sum_device(device))
     predict = functools.partial(infer, args=args)  # for drawings
 
     if args.eval_only:
@@ -199,7 +200,7 @@ def train_one_epoch(
         # wrong: all losses of a step are divided by the number of labels in all its
         # batches on all ranks, or 1e-6 if there are none.
         count = sum(criterion.count(targets) for targets in batches.targets)
-        count = distributed.reduce_tensor(count).clamp(min=1e-6)
+        count = ddp.reduce_tensor(count).clamp(min=1e-6)
         loss_sum = 0.0
         for i, (images, targets, *_) in enumerate(batches, 1):
             # As many labels as before: `count` has them.
@@ -248,7 +249,7 @@ def evaluate(
     device = next(model.parameters()).device
     torch.backends.cudnn.benchmark = False  # takes seconds for each image size
     metrics.reset()
-    place = distributed.sum_device(device)
+    place = ddp.sum_device(device)
     totals = torch.zeros(2, dtype=torch.float64, device=place)
     worst = ddpkit.TopLosses(device)
     # Meanwhile the network is in evaluation mode.
@@ -259,7 +260,7 @@ def evaluate(
         totals[1] += criterion.count(targets).to(place)
         metrics.update(logits.to(place), targets.to(place))
         worst.update(logits, targets, indices)
-    loss_sum, count = distributed.reduce_tensor(totals).tolist()
+    loss_sum, count = ddp.reduce_tensor(totals).tolist()
     # Exact over all ranks; after a signal all of them stop here.
     results, confusion = ddpkit.compute_metrics(metrics)
     if not count:

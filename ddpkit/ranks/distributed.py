@@ -41,6 +41,7 @@ class Group:
     has_met_itself = False  # by `rendezvous`
 
 
+_met: dict[int, "Rank"] = {}  # where those of a launcher meet, by process id
 ALONE = dist.HashStore()  # of a process without a group
 _adopting = threading.Lock()
 _turns = itertools.count()  # calls of await_rank_zero and rank_zero_first
@@ -59,22 +60,35 @@ class Rank(NamedTuple):
 
 
 def rendezvous(
-    local_rank: int | None = None,
+    local_rank: int = 0,
     timeout: float = 600,
     debugged: bool = False,
     alone: bool = False,
 ) -> Rank:
-    """Find the other ranks that the launcher describes, or be a group of one.
+    """Find the other ranks that the launcher describes; without a launcher be a group of one.
 
-    local_rank: if the launcher does not set LOCAL_RANK. timeout: of collectives, in seconds; a week
-    if a rank is `debugged`. alone: a group of one will do in a job of several nodes, on the CPU.
+    Returns what torch.distributed.init_process_group needs. In a process that has called it before
+    they have met: its group goes on, or a new one finds the others in the same place.
+
+    local_rank: the number of this process on its node, if the launcher does not set LOCAL_RANK.
+    timeout: of collectives, and of this call, in seconds; a week if a rank is `debugged`.
+    alone: a group of one will do in a job of several nodes, on the CPU.
+
+    Raises a UserError if the ranks do not find each other in time, or if two want the same GPU.
+
+        here = ddpkit.rendezvous(local_rank)
     """
+    before = _met.get(os.getpid())
+    if before:  # main() again, as for k folds
+        Group.has_met = True
+        own = f"group {next(_turns)}"  # not what is left of a group that has gone
+        return before._replace(store=dist.PrefixStore(own, before.store))
     Group.is_debugged = debugged or process.is_debugged()
     Group.timeout = timedelta(seconds=timeout)
     if Group.is_debugged:
         Group.timeout = timedelta(days=7)
     environment.adopt(alone)
-    if local_rank is not None:
+    if "RANK" in os.environ:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     device, note = devices.pick(on_cpu=alone)
     if "RANK" in os.environ:
@@ -110,7 +124,10 @@ def rendezvous(
     if device.type != "cpu":
         # torch would end the rank with SIGABRT; failures.Lateness comes first.
         ends_after += timedelta(seconds=protocol.LATE_SECONDS)
-    return Rank(device, devices.backend(device), torchs, number, size, ends_after)
+    here = Rank(device, devices.backend(device), torchs, number, size, ends_after)
+    if "RANK" in os.environ:
+        _met[os.getpid()] = here
+    return here
 
 
 def _note_process(store: dist.Store, number: int) -> None:
@@ -346,7 +363,7 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
         )
     # In ranks without a debugger breakpoint() then does nothing.
     sys.breakpointhook = debugger.stop
-    if rank() not in ranks:
+    if rank() not in ranks or process.is_debugged():
         return
     host = "127.0.0.1"
     port += rank()

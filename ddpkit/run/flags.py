@@ -7,13 +7,13 @@ import os
 import re
 import shlex
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ddpkit.errors import UserError, suggest
 
-NOBODY: tuple[list[int], int] = ([], 5678)  # waits for a debugger; the port of rank 0
+DEBUG_PORT = 5678  # of rank 0, which awaits a debugger there
 ALL_RANKS = -1  # in place of a list
 
 # What other programs call a flag, and what ours is called
@@ -35,25 +35,9 @@ OF_TASKS = {
     "classification": "--crop-pct --crop-scale --drop-path --grad-checkpointing",
     "segmentation": "--cutmix --encoder --loss --tile",
 }
-OF_A_START = ("resume", "eval_only", "json")  # of which a run is not another one
+# Those of which a run is not another one
+OF_A_START = ("resume", "eval_only", "json", "local_rank", "dist_timeout", "debug")
 OF_LAUNCHERS = "--gpu --gpus --num-gpus --device --devices --nproc --nproc-per-node"
-
-
-class LaunchFlags(NamedTuple):
-    """How this rank was started: flags that Parser takes for itself."""
-
-    local_rank: int | None = None
-    dist_timeout: float = 600.0
-    debug_rank: tuple[list[int], int] = NOBODY
-
-
-# Set by Parser.parse alone. Not passed on: they are none of a project's flags, and so
-# what it calls, `rendezvous` and `configure`, has no argument for them.
-_launch = LaunchFlags()
-
-
-def launch_flags() -> LaunchFlags:
-    return _launch
 
 
 class Help(
@@ -64,25 +48,34 @@ class Help(
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         # "default: False" would tell nothing; 0, which equals it, does
-        if action.default in (None, NOBODY) or action.default is False:
+        if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser for a script that runs on several ranks.
+    """An argparse.ArgumentParser for a script that runs on several ranks.
 
     A mistake raises a UserError, one line; help is printed by the first rank of a node alone. A
     `@FILE` among the arguments stands for the flags in that file, several in a line if you like;
     a # before a word begins a comment. -1,5 is a value, not a flag. In a Path or a text ~/ is the
-    home folder: a shell replaces it neither in FILE nor after a = sign.
+    home folder: a shell replaces it neither in FILE nor after a = sign. A flag that `set_defaults`
+    has a value for need not be given.
 
-        parser = ddpkit.Parser(description="Train a network.")
-        parser.add_argument("--epochs", type=parser.at_least(1), default=30)
-        args = parser.parse()
+    parser: an argparse.ArgumentParser whose flags, groups, defaults and texts are taken over.
+
+        parser = argparse.ArgumentParser(description="Train a network.")
+        parser.add_argument("--epochs", type=ddpkit.Parser.at_least(1), default=30)
+        args = ddpkit.Parser(parser).parse_args()
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self, parser: argparse.ArgumentParser | None = None, **options: Any
+    ) -> None:
+        if parser:
+            for name in ("prog", "usage", "description", "epilog"):
+                options[name] = getattr(parser, name)
+            options.update(parents=[parser], add_help=False)  # it has --help
         options.setdefault("formatter_class", Help)
         options.setdefault("fromfile_prefix_chars", "@")
         options.setdefault("allow_abbrev", False)
@@ -93,39 +86,11 @@ class Parser(argparse.ArgumentParser):
         self.register("type", str, at_home)
         self.register("type", None, at_home)  # flags without a type
 
-    def parse(
-        self,
-        argv: Sequence[str] | None = None,
-        defaults: Mapping[str, object] | None = None,
-    ) -> argparse.Namespace:
-        """Return the flags of `argv`, sys.argv by default; `defaults` replace those of the flags.
-
-        defaults: by name, such as the "args" of a checkpoint; text is converted to the flag's type.
-        The flags of launcher and debugger, which `setup` reads, are taken, too, but not returned.
-        """
-        if "--dist-timeout" not in self._option_string_actions:  # parse may come twice
-            add = self.add_argument_group("ranks").add_argument
-            add("--dist-timeout", metavar="SECONDS", type=self.at_least(1, float), default=600.0,
-                help="how long a rank waits for the others; a week while debugging")  # fmt: skip
-            names = ["--debug", "--debug-rank"]
-            # Projects may have a --debug of their own.
-            names = [name for name in names if name not in self._option_string_actions]
-            add(*names, dest="debug_rank", metavar="R[,R...][:PORT]", nargs="?", type=ranks,
-                const="all", default=NOBODY,
-                help="ranks that await a debugger, or all of them, R at port 5678 + R")  # fmt: skip
-            add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
-        defaults = defaults or {}
-        self.set_defaults(**defaults)
+    def set_defaults(self, **defaults: object) -> None:
+        super().set_defaults(**defaults)
         for action in self._actions:
             if action.dest in defaults:
                 action.required = False
-        args, unknown = self.parse_known_args(argv)
-        if unknown:
-            self.error(self._explain_unknown(unknown))
-        global _launch
-        taken = {name: vars(args).pop(name) for name in LaunchFlags._fields}
-        _launch = LaunchFlags(**taken)
-        return args
 
     @staticmethod
     def at_least(
@@ -181,11 +146,20 @@ class Parser(argparse.ArgumentParser):
             f"{text}: expected N/K, the N-th of K parts, such as 2/5"
         )
 
-    def _explain_unknown(self, words: Sequence[str]) -> str:
-        """Return what may have been meant by `words`, which no flag takes."""
-        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-        hints = [flag + self._hint(flag) for flag in flags]
-        return "; ".join(hints) or f"unrecognized arguments: {' '.join(words)}"
+    @staticmethod
+    def ranks(text: str) -> tuple[list[int], int]:
+        """Convert all, 0,3 or 0,3:5678 to ranks and the port of rank 0."""
+        some, _, port = text.partition(":")
+        port = port or str(DEBUG_PORT)
+        numbers = ["0"] if some == "all" else some.split(",")
+        are_numbers = all(each.isdecimal() for each in [port, *numbers])
+        if not are_numbers or not 0 < int(port) < 2**16:
+            raise ArgumentTypeError(
+                f"{text} is not a rank or a list of ranks, such as 0,3 or 0,3:5678"
+            )
+        if some == "all":
+            return [ALL_RANKS], int(port)
+        return sorted({int(each) for each in numbers}), int(port)
 
     def _hint(self, flag: str) -> str:
         known = self._option_string_actions
@@ -211,6 +185,10 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: "):  # of argparse
+            words = [word.partition("=")[0] for word in message.split()]
+            hints = [word + self._hint(word) for word in words if word[:2] == "--"]
+            message = "; ".join(hints) or message
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
@@ -237,18 +215,3 @@ def at_home(text: Any) -> Any:
         return text
     at, _, rest = text.partition("~")
     return at + os.path.expanduser("~" + rest)
-
-
-def ranks(text: str) -> tuple[list[int], int]:
-    """Convert all, 0,3 or 0,3:5678 to ranks and the port of rank 0."""
-    some, _, port = text.partition(":")
-    port = port or str(NOBODY[1])
-    numbers = ["0"] if some == "all" else some.split(",")
-    are_numbers = all(each.isdecimal() for each in [port, *numbers])
-    if not are_numbers or not 0 < int(port) < 2**16:
-        raise ArgumentTypeError(
-            f"{text} is not a rank or a list of ranks, such as 0,3 or 0,3:5678"
-        )
-    if some == "all":
-        return [ALL_RANKS], int(port)
-    return sorted({int(each) for each in numbers}), int(port)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -11,37 +12,28 @@ from ddpkit import version
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, process, protocol
 from ddpkit.ranks.cpus import cpu_share
-from ddpkit.ranks.distributed import Rank
-from ddpkit.run.flags import launch_flags
 
 
-def rendezvous() -> Rank:
-    """Find the other ranks that the launcher describes; without a launcher be a group of one.
-
-    Returns what torch.distributed.init_process_group needs: device (with GPUs each rank has one),
-    backend, store, rank, world_size and timeout. Raises a UserError if the ranks do not find each
-    other within --dist-timeout, or if two want the same GPU.
-
-        here = ddpkit.rendezvous()
-    """
-    # by the flags that ddpkit.Parser has read
-    given = launch_flags()
-    debugged, _ = given.debug_rank
-    return distributed.rendezvous(given.local_rank, given.dist_timeout, bool(debugged))
-
-
-def configure(device: torch.device, seed: int, deterministic: bool = False) -> None:
-    """Seed random numbers, set torch's threads, and wait for a debugger if --debug-rank says so.
+def configure(
+    device: torch.device,
+    seed: int,
+    deterministic: bool = False,
+    debugged: tuple[Sequence[int], int] | None = None,
+) -> None:
+    """Seed random numbers, set torch's threads, and wait for a debugger in ranks that get one.
 
     Threads: OMP_NUM_THREADS, or else the rank's share of the CPUs, at most 4 with a GPU.
 
     seed: of initial weights and whatever else is drawn before training; the same on all ranks.
     deterministic: have GPUs compute the same bits each time, which is slower.
+    debugged: ranks (-1: all of them) and the port of rank 0, as `Parser.ranks` returns them.
+
+    Raises a UserError for a rank that does not exist, or a port that is taken.
 
         ddpkit.configure(device, args.seed)
     """
-    debugged, port = launch_flags().debug_rank
-    distributed.wait_for_debugger(debugged, port)
+    if debugged:
+        distributed.wait_for_debugger(*debugged)
     samples.seed(seed)
     if deterministic:
         samples.be_deterministic()

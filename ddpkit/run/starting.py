@@ -24,8 +24,9 @@ def before_imports(
     """Have this process end quietly on Ctrl-C, and with its launcher; then check the flags.
 
     Call it before torch is imported, which takes seconds. Garbage is seldom collected until
-    `run_main`, which makes that a tenth faster. needs: the least version of ddpkit, of which
-    the first number is that for which the script is written.
+    `run_main`, which makes that a tenth faster. With `parse_args` it also sets, for a process of
+    srun's, RANK, LOCAL_RANK and the others that torchrun sets. needs: the least version of ddpkit,
+    of which the first number is that for which the script is written.
 
         if __name__ == "__main__":
             ddpkit.before_imports(parse_args, needs="2.1")
@@ -36,6 +37,7 @@ def before_imports(
         check_itself(needs)
         if parse_args:
             parse_args()
+            environment.adopt()
     except UserError as error:
         with contextlib.suppress(UserError):
             environment.adopt()  # srun says otherwise which rank it is

@@ -21,7 +21,7 @@ from ddpkit import files
 from ddpkit.errors import UserError, escape, reason_of
 from ddpkit.ranks import process
 from ddpkit.run import checkpoint
-from ddpkit.run.flags import Parser
+from ddpkit.run.flags import OF_A_START, Parser
 from ddpkit.run.layout import SHOWN
 from ddpkit.run.rows import OF_TUNING
 from ddpkit.run.states import State
@@ -195,7 +195,7 @@ def used_flags(used: dict[str, object]) -> list[str]:
         words = ["--data", Path(str(used["data"])).name]
     defaults = vars(process.own("flags").parse_args(words))
     for name, value in used.items():
-        if name in ("data", "output_dir", "resume"):
+        if name in ("data", "output_dir", *OF_A_START):
             continue
         if value != defaults.get(name, value):  # newer flags may lack it
             words.append(f"--{name.replace('_', '-')}")

@@ -36,7 +36,7 @@ def find(main: ModuleType, words: Sequence[str]) -> str:
     """
     root = Path(str(main.__file__)).parent
     reads = Reads(root)
-    main.distributed.setup(seed=0)
+    main.ddp.setup(0, main.parse_args(words))
     try:
         with ExitStack() as stack:
             for place, name, stand_in in stand_ins(main, reads):
@@ -154,7 +154,7 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
     # which main.py calls before there is a Run
     for name in ("steps_per_epoch", "check_tracker"):
         vars(make_run)[name] = getattr(ddpkit.Run, name)
-    yield main.distributed, "setup", lambda *_: META
+    yield main.ddp, "setup", lambda *_: META
     yield torch.distributed, "all_reduce", lambda *_, **__: None
     yield ddpkit, "RunFolder", lambda *_: MagicMock(state=None)
     yield ddpkit, "Run", make_run

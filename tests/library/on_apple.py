@@ -23,12 +23,12 @@ SPEED = ("train_seconds", "img_per_s", "data_wait", "peak_memory")
 
 def on_cpu() -> None:
     """Compute on the CPU, as on the GPU: images are not channels last there."""
-    import distributed
+    import ddp
 
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     devices.APPLE = "cpu"
     devices.backend = lambda _: "gloo"
-    distributed.memory_layout = devices.memory_layout
+    ddp.memory_layout = devices.memory_layout
 
 
 def numbers(out: Path) -> list[dict[str, str]]:

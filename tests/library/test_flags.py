@@ -1,5 +1,6 @@
 """Flags, and what is set where nobody gives one: threads and the ranks' share of the CPUs."""
 
+import argparse
 import gc
 import os
 import re
@@ -72,9 +73,10 @@ def test_mistakes(words):
     parser = flags.Parser(prog="main.py")
     parser.add_argument("--epochs", type=flags.Parser.at_least(1))
     parser.add_argument("--name")
+    parser.add_argument("--debug-rank", type=parser.ranks)
     with refusal("flags.error", "main.py --help"):
-        parser.parse(words.split())
-    assert flags.ranks("3,0,3:70") == ([0, 3], 70)
+        parser.parse_args(words.split())
+    assert flags.Parser.ranks("3,0,3:70") == ([0, 3], 70)
     for fold in "2", "0/5", "6/5", "1/1", "a/b":
         with pytest.raises(ArgumentTypeError, match=fold):
             flags.Parser.fold(fold)
@@ -151,7 +153,7 @@ def test_flags_of_the_tasks():
     own = {}
     for task in TASKS:
         text = (ROOT / TEMPLATE_FOLDER / "tasks" / task / "flags.py").read_text()
-        own[task] = set(re.findall(r'add\("(--[a-z-]+)"', text))
+        own[task] = set(re.findall(r'add_argument\("(--[a-z-]+)"', text))
     one, two = own.values()
     found = {task: set(names.split()) for task, names in flags.OF_TASKS.items()}
     assert found == dict(zip(TASKS, (one - two, two - one), strict=True))
@@ -161,12 +163,64 @@ def test_flags_of_the_tasks():
     assert not others & (one | two)
 
 
-@pytest.mark.parametrize("word", ["--local-rank", "--local_rank"])
-def test_the_rank_of_older_launchers(word, monkeypatch):
-    """As torch.distributed.launch passes it; it is no flag of the script's."""
-    monkeypatch.setattr(flags, "_launch", flags.LaunchFlags())
-    assert vars(flags.Parser().parse([word, "3"])) == {}
-    assert flags.launch_flags().local_rank == 3
+@both_tasks
+def test_the_number_of_a_rank_on_its_node(project):
+    """As launchers tell it, by LOCAL_RANK or a flag; it makes no other run of one that resumes."""
+
+    def check() -> None:
+        from ddpkit.run import checkpoint
+        from flags import parse_args
+
+        os.environ.pop("LOCAL_RANK", None)
+        before = parse_args([])
+        assert before.local_rank == 0
+        assert parse_args(["--local-rank", "3"]).local_rank == 3
+        assert parse_args(["--local_rank=3"]).local_rank == 3
+        os.environ["LOCAL_RANK"] = "1"
+        words = ["--debug", "1", "--dist-timeout", "9"]
+        now = parse_args(words, vars(before) | {"local_rank": 1})
+        assert (now.local_rank, now.debug) == (1, ([1], 5678))
+        then = checkpoint.to_plain(vars(before))
+        assert checkpoint.changes(then, vars(now)) == ""
+        os.environ["LOCAL_RANK"] = "x"
+        with refusal("flags.error", "--local_rank: x is not an integer"):
+            parse_args([])
+
+    project.here(check).ok()
+
+
+def test_a_parser_of_argparse(capsys, monkeypatch):
+    """All that argparse knows of it is taken over, such as groups, positions and defaults."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    plain = argparse.ArgumentParser("my.py", description="What it does.", epilog="End.")
+    plain.add_argument("inputs", nargs="+", metavar="FILE")
+    group = plain.add_argument_group("mine")
+    group.add_argument("--size", type=int, default=3, help="in pixels")
+    either = plain.add_mutually_exclusive_group()
+    either.add_argument("--one", action="store_true")
+    either.add_argument("--two", action="store_true")
+    plain.set_defaults(own=7)
+    parser = flags.Parser(plain)
+    found = parser.parse_args(["-1,2", "a.png", "--two", "--size=5"])
+    assert vars(found) == vars(plain.parse_args(["a.png", "--two", "--size=5"])) | {
+        "inputs": ["-1,2", "a.png"]
+    }
+    for words, line in (
+        ("a.png --sise 3", "--sise: no such flag; did you mean --size? (my.py --help"),
+        ("a.png --one --two", "not allowed with argument --one"),
+        ("--one", "required: FILE"),
+    ):
+        with refusal("flags.error", line):
+            parser.parse_args(words.split())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    said = capsys.readouterr().out
+    parts = "my.py", "What it does.", "mine:\n", "in pixels (default: 3)", "End."
+    assert all(part in said for part in parts), said
+    monkeypatch.setenv("LOCAL_RANK", "1")  # whose help another rank prints
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    assert not capsys.readouterr().out
 
 
 def test_lines_of_a_file(tmp_path):
@@ -206,7 +260,7 @@ def test_the_home_folder(tmp_path, monkeypatch):
     ):
         parser.add_argument_group().add_argument(name, type=kind)
     (tmp_path / "more").write_text("--resume=~/last.pt --text '~/b~c'\n")
-    found = parser.parse(
+    found = parser.parse_args(
         ["--data=~/set", "--own", "~", "@~/more", "~/image", "a~/b", "~a.png"]
     )
     assert vars(found) == {
@@ -223,7 +277,8 @@ def test_flags_of_a_checkpoint():
     parser = flags.Parser()
     parser.add_argument("--labels", type=Path, required=True)
     parser.add_argument("--newer", type=int, default=4)
-    found = parser.parse([], {"labels": "a", "older": 0.1})
+    parser.set_defaults(labels="a", older=0.1)
+    found = parser.parse_args([])
     assert vars(found) == {"labels": Path("a"), "newer": 4, "older": 0.1}
 
 

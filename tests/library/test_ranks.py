@@ -207,7 +207,7 @@ def test_a_failure_in_a_turn(tmp_path):
 
 
 def test_a_failure_between_meeting_and_joining(tmp_path):
-    """As in distributed.py, when all ranks are there, but have no group yet."""
+    """As in ddp.py, when all ranks are there, but have no group yet."""
 
     def act() -> None:
         here = distributed.rendezvous(timeout=60)
@@ -343,10 +343,10 @@ def test_in_which_collective_a_rank_waits():
 
 @on_ranks(2)
 def test_sums_of_bools(project):
-    import distributed as own
+    import ddp
 
     given = torch.tensor([True, False, distributed.rank() == 0])
-    for reduce_tensor in distributed.reduce_tensor, own.reduce_tensor:
+    for reduce_tensor in distributed.reduce_tensor, ddp.reduce_tensor:
         assert reduce_tensor(given).tolist() == [2, 0, 1]
 
 

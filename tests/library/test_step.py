@@ -90,12 +90,14 @@ def test_the_projects_own_test_of_a_step(project: Project, few: Path) -> None:
 
 MAIN = """
 import torch, ddpkit
-class distributed:
-    def setup(seed):
+def parse_args(words):
+    return None
+class ddp:
+    def setup(local_rank, args):
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
 def main(words):
-    device = distributed.setup(0)
+    device = ddp.setup(0, None)
     net = torch.nn.Linear(4, 2).to(device)
     loader = torch.utils.data.DataLoader([(torch.ones(4), 1)] * 8, 2)
     run = ddpkit.Run(None, loader, None, "ab", accumulate=1)
@@ -214,13 +216,14 @@ import multiprocessing, sys
 def main(source):
     multiprocessing.set_start_method("forkserver")
     import torch
-    import dataset, ddpkit, distributed
+    import dataset, ddp, ddpkit
     from ddpkit.data import loading
     from flags import parse_args
 
     loading.worker_context = lambda workers: None  # Python's default, on Linux too
-    distributed.setup(3)
-    train, _, classes = dataset.build_datasets(parse_args(["--data", source, "--image-size", "32"]))
+    args = parse_args(["--data", source, "--image-size", "32", "--seed", "3"])
+    ddp.setup(0, args)
+    train, _, classes = dataset.build_datasets(args)
     found = []
     for workers in 0, 1:
         how = {"classes": classes, "seed": 3, "workers": workers}

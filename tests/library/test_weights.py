@@ -40,13 +40,13 @@ NETWORK = {
     "dpt": "--image-size 64 --arch dpt --encoder tu-vit_small_patch16_dinov3",
 }
 INITIAL = """
-import ddpkit, distributed, model, sys, torch
+import ddp, ddpkit, model, sys, torch
 from ddpkit.ranks import failures
 from flags import parse_args
 
 with failures.one_line_errors():
     args = parse_args(sys.argv[2:])
-    distributed.setup(args.seed)
+    ddp.setup(args.local_rank, args)
     net = model.build_model(args, ["one", "two"], pretrained=args.weights)
     torch.save({"model": net.state_dict()}, f"{sys.argv[1]}/{ddpkit.rank()}.pt")
     torch.distributed.destroy_process_group()

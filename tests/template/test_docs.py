@@ -61,7 +61,7 @@ def flags_of(script: str, task: str) -> set[str]:
     kit = ROOT / "ddpkit"
     folder = TEMPLATE / "tasks" / task
     files = {
-        "main.py": (folder / "flags.py", kit / "run" / "flags.py"),
+        "main.py": (folder / "flags.py",),
         "predict.py": (folder / "predict.py",),
         "ddpkit where": (kit / "__main__.py",),
     }.get(script) or (kit / "tools" / f"{script.split()[-1]}.py",)

@@ -19,7 +19,7 @@ FOLDER = ROOT / TEMPLATE_FOLDER
 DDPKIT = {path: path.read_text() for path in sorted((ROOT / "ddpkit").rglob("*.py"))}
 TREES = {path: ast.parse(code) for path, code in DDPKIT.items()}
 EDITED = {
-    "distributed",
+    "ddp",
     "main",
     "flags",
     "recipe",
@@ -169,6 +169,20 @@ def test_no_import_runs_back_up() -> None:
         leaves = {name for name, names in graph.items() if not names & graph.keys()}
         assert leaves, graph
         graph = {name: graph[name] for name in graph.keys() - leaves}
+
+
+# What people import beside torch: in a project's folder a file of that name would hide it.
+PACKAGES = """
+accelerate albumentations apex dask data datasets distributed einops engine evaluate fastai fire
+hydra imgaug kornia lightning metrics mlflow models monai omegaconf optimizers optuna peft ray timm
+tokenizers torchmetrics trackio train trainer transformers transforms utils wandb
+"""
+
+
+def test_no_file_hides_a_package() -> None:
+    names = set().union(*map(of_owner, TASKS), {"ddpkit", "tests", "recipes"})
+    assert not names & {*PACKAGES.split(), *sys.stdlib_module_names}
+    assert names >= {"ddp", "flags", "losses"}
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -1,7 +1,8 @@
-"""A notebook: one process without the launcher, cells within a loop of events, no `__file__`."""
+"""main() several times in a process: in a notebook, in a loop of events; on ranks."""
 
 from pathlib import Path
 
+import torch
 from generated import SMALL, Project, both_tasks
 
 CELLS = """
@@ -72,3 +73,39 @@ def test_cells(project: Project, few: Path, tmp_path: Path) -> None:
     assert done.out.count("\nSIGINT: stopped and saved at epoch") == 2
     assert done.out.count("\ninterrupted\n") == 2
     assert done.out.endswith("\nalive True\n")
+
+
+FOLDS = """
+import sys, time
+import ddpkit, main, torch
+
+data, out, *flags = sys.argv[1:]
+
+
+def folds():
+    for part in 1, 2, 3, 4:
+        main.main([*flags, "--data", data, "--output-dir", f"{out}/{part}", "--fold", f"{part}/4"])
+        if part in (2, 3):  # as at the end of many scripts
+            torch.distributed.destroy_process_group()
+            time.sleep(1 - ddpkit.rank())  # the others find nothing of the old one
+    print("rank", ddpkit.rank(), "of", torch.distributed.get_world_size())
+
+
+ddpkit.run_main(folds)
+"""
+
+
+@both_tasks
+def test_folds_in_one_process(project: Project, few: Path, tmp_path: Path) -> None:
+    """They keep the group of ranks that they have, and end with the bits of a run of its own."""
+    script = tmp_path / "folds.py"
+    script.write_text(FOLDS)
+    words = [few, tmp_path, *SMALL[project.task]]
+    done = project.run(words, script=script, on=2).ok()
+    assert [f"rank {rank} of 2" in done.out for rank in range(2)] == [True, True]
+    project.train(few, tmp_path / "own", "--fold", "4/4").ok()
+    own, fold = (
+        torch.load(tmp_path / name / "last.pt", weights_only=True)["model"]
+        for name in ("own", "4")
+    )
+    assert all(torch.equal(own[name], fold[name]) for name in own)

@@ -17,7 +17,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-OWN = {"ddpkit", "__main__", "__mp_main__", "main", "flags", "recipe", "distributed"}
+OWN = {"ddpkit", "__main__", "__mp_main__", "main", "flags", "recipe", "ddp"}
 OWN |= {"dataset", "model", "losses", "predict", "script"}
 ABSENT = {"fcntl", "resource", "termios", "tty", "pwd", "grp", "syslog"}
 # for what Windows does not have a signal of the system is taken that nobody sends here

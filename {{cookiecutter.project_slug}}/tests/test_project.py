@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import ddp
 import ddpkit
-import distributed
 import main
 import predict
 import recipe
@@ -82,9 +82,9 @@ def test_a_resumed_run_ends_with_the_same_bits(
 
 def test_loader_workers_change_no_sample(data: Path) -> None:
     """Augmentation that keeps a generator of its own from sample to sample fails here."""
-    distributed.setup(0)
     batches = []
     args = parse_args([*FLAGS, str(data), "--augment", ",".join(AUGMENTATIONS)])
+    ddp.setup(0, args)
     train_set, _, classes = build_datasets(args)
     for workers in (0, 2):
         loader = ddpkit.train_loader(train_set, 4, classes=classes, workers=workers)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode as Mode
 
+import ddp
 import ddpkit
-import distributed
 
 # ImageNet's. Images are uint8 until they are on the device, where main.py's loop gets
 # them normalised by these, unless DIR/data.json or the network of --arch timm/NAME has
@@ -116,7 +116,7 @@ def transform_batch(
     if mixes:
         images, targets = v2.RandomChoice(mixes)(images, targets)
         # which MixUp loses on GPUs
-        layout = distributed.memory_layout(images.device)
+        layout = ddp.memory_layout(images.device)
         images = images.contiguous(memory_format=layout)
     return images, targets
 

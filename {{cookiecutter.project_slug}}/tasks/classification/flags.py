@@ -1,6 +1,7 @@
 """The flags, one line each. A flag of yours is one more line; checkpoints keep all of them."""
 
-from argparse import Namespace
+import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,67 +17,78 @@ DEMO = {
 
 
 # fmt: off
-def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object] | None = None) -> Namespace:
+def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object] | None = None) -> argparse.Namespace:
     """Return the flags; `defaults`, such as the "args" of a checkpoint, stand for those not given."""
-    parser = ddpkit.Parser(description="Train a network for classification; README.md explains.", epilog="@FILE reads flags from a file.")
-    count = parser.at_least(0)
-    positive = parser.at_least(1)
-    rate = parser.at_least(0, float)
-    share = parser.at_least(0, float, below=1)
-    part = parser.at_least(0.01, float, most=1)
+    parser = argparse.ArgumentParser(usage="%(prog)s [FLAGS] [@FILE]", description="Train a network for classification; README.md explains.", epilog="@FILE reads flags from a file.")
+    # Types, beside int, float, str and Path: what is out of bounds is refused.
+    count = ddpkit.Parser.at_least(0)
+    positive = ddpkit.Parser.at_least(1)
+    rate = ddpkit.Parser.at_least(0, float)
+    share = ddpkit.Parser.at_least(0, float, below=1)
+    part = ddpkit.Parser.at_least(0.01, float, most=1)
 
-    add = parser.add_argument_group("first").add_argument
-    add("--data", type=Path, metavar="DIR", help="folder with train/ and val/ (default: the demo set, with its own --epochs and sizes)")
-    add("--output-dir", type=Path, default=ROOT / "runs/default", metavar="DIR", help="checkpoints, metrics and plots")
-    add("--fold", type=parser.fold, metavar="N/K", help="validate on part N of K of the training set instead of val, train on the others")
-    add("--resume", default="auto", metavar="auto|never|PATH", help="auto: continue from last.pt; never: delete the run, start over; or a checkpoint")
-    add("--eval-only", nargs="?", const="val", choices=("val", "test"), help="evaluate best.pt, or --resume PATH, and print a table; test: on DIR/test or DIR/test.csv")
-    add("--json", action="store_true", help="with --eval-only: print one line of JSON in place of the table")
-    add("--arch", default="resnet18", metavar="NAME", help="any classifier of torchvision, or timm/NAME of timm")
-    add("--weights", default="auto", metavar="auto|none|NAME|FILE", help="start from published weights (by their name) or a .pt file; auto: the best, if they can be downloaded")
-    add("--image-size", type=positive, default=224, metavar="PIXELS", help="side of the training images")
-    add("--epochs", type=positive, default=30, help="passes over the training set")
-    add("--batch-size", type=positive, default=32, help="images per rank and forward pass")
-    add("--accumulate", type=positive, default=1, help="forward passes per optimizer step")
-    add("--lr", type=rate, help="peak learning rate (default: 0.1 for sgd, else 0.001)")
-    add("--workers", type=count, help="loader processes per rank (default: CPUs / ranks, at most 16)")
-    add("--amp", choices=("auto", "off", "bf16", "fp16"), default="auto", help="mixed precision; auto: bf16 or fp16 on GPUs, off on CPUs")
-    add("--compile", action="store_true", help="torch.compile: minutes at the start, faster steps afterwards")
-    add("--seed", type=count, default=0, help="of initial weights, sample order, augmentation and dropout")
+    group = parser.add_argument_group("data, network and run")
+    group.add_argument("--data", type=Path, metavar="DIR", help="folder with train/ and val/ (default: the demo set, with its own --epochs and sizes)")
+    group.add_argument("--output-dir", type=Path, default=ROOT / "runs/default", metavar="DIR", help="checkpoints, metrics and plots")
+    group.add_argument("--fold", type=ddpkit.Parser.fold, metavar="N/K", help="validate on part N of K of the training set instead of val, train on the others")
+    group.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="auto: continue from last.pt; never: delete the run, start over; or a checkpoint")
+    group.add_argument("--eval-only", nargs="?", const="val", choices=("val", "test"), help="evaluate best.pt, or --resume PATH, and print a table; test: on DIR/test or DIR/test.csv")
+    group.add_argument("--json", action="store_true", help="with --eval-only: print one line of JSON in place of the table")
+    group.add_argument("--arch", default="resnet18", metavar="NAME", help="any classifier of torchvision, or timm/NAME of timm")
+    group.add_argument("--weights", default="auto", metavar="auto|none|NAME|FILE", help="start from published weights (by their name) or a .pt file; auto: the best, if they can be downloaded")
+    group.add_argument("--image-size", type=positive, default=224, metavar="PIXELS", help="side of the training images")
+    group.add_argument("--epochs", type=positive, default=30, help="passes over the training set")
+    group.add_argument("--batch-size", type=positive, default=32, help="images per rank and forward pass")
+    group.add_argument("--accumulate", type=positive, default=1, help="forward passes per optimizer step")
+    group.add_argument("--lr", type=rate, help="peak learning rate (default: 0.1 for sgd, else 0.001)")
+    group.add_argument("--workers", type=count, help="loader processes per rank (default: CPUs / ranks, at most 16)")
+    group.add_argument("--amp", choices=("auto", "off", "bf16", "fp16"), default="auto", help="mixed precision; auto: bf16 or fp16 on GPUs, off on CPUs")
+    group.add_argument("--compile", action="store_true", help="torch.compile: minutes at the start, faster steps afterwards")
+    group.add_argument("--seed", type=count, default=0, help="of initial weights, sample order, augmentation and dropout")
 
-    add = parser.add_argument_group("optimizer").add_argument
-    add("--optimizer", default="adamw", metavar="NAME", help="adamw, sgd, or any other of timm, such as muon")
-    add("--weight-decay", type=rate, help="not on biases and norms (default: 0.0001 for sgd, else 0.05)")
-    add("--schedule", choices=("cosine", "step", "poly", "wsd"), default="cosine", help="of --lr: cosine decay, / 10 every 30 epochs, polynomial, or linear at the end")
-    add("--warmup-epochs", type=rate, default=0.5, metavar="EPOCHS", help="of linear warm-up")
-    add("--clip-grad-norm", type=rate, default=0.0, metavar="NORM", help="maximum norm of the gradient; 0: no clipping")
-    add("--layer-decay", type=rate, default=1.0, metavar="FACTOR", help="learning rate of a layer, as a factor of the next one's; of torchvision's backbones, of --lr")
-    add("--drop-path", type=share, default=0.0, metavar="SHARE", help="of samples that skip a block, in timm's networks")
-    add("--grad-checkpointing", action="store_true", help="compute activations again in backward(): less memory; timm's networks")
-    add("--freeze-backbone", type=count, default=0, metavar="EPOCHS", help="train only the other layers for so many epochs")
-    add("--ema", type=share, default=0.0, metavar="DECAY", help="evaluate and save an average of the weights, such as 0.999; 0: none")
-    add("--patience", type=count, default=0, metavar="EPOCHS", help="end after so many epochs without a new best; 0: never")
+    group = parser.add_argument_group("optimizer")
+    group.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw, sgd, or any other of timm, such as muon")
+    group.add_argument("--weight-decay", type=rate, help="not on biases and norms (default: 0.0001 for sgd, else 0.05)")
+    group.add_argument("--schedule", choices=("cosine", "step", "poly", "wsd"), default="cosine", help="of --lr: cosine decay, / 10 every 30 epochs, polynomial, or linear at the end")
+    group.add_argument("--warmup-epochs", type=rate, default=0.5, metavar="EPOCHS", help="of linear warm-up")
+    group.add_argument("--clip-grad-norm", type=rate, default=0.0, metavar="NORM", help="maximum norm of the gradient; 0: no clipping")
+    group.add_argument("--layer-decay", type=rate, default=1.0, metavar="FACTOR", help="learning rate of a layer, as a factor of the next one's; of torchvision's backbones, of --lr")
+    group.add_argument("--drop-path", type=share, default=0.0, metavar="SHARE", help="of samples that skip a block, in timm's networks")
+    group.add_argument("--grad-checkpointing", action="store_true", help="compute activations again in backward(): less memory; timm's networks")
+    group.add_argument("--freeze-backbone", type=count, default=0, metavar="EPOCHS", help="train only the other layers for so many epochs")
+    group.add_argument("--ema", type=share, default=0.0, metavar="DECAY", help="evaluate and save an average of the weights, such as 0.999; 0: none")
+    group.add_argument("--patience", type=count, default=0, metavar="EPOCHS", help="end after so many epochs without a new best; 0: never")
 
-    add = parser.add_argument_group("loss and images").add_argument
-    add("--label-smoothing", type=share, default=0.0, metavar="SHARE", help="of each label, divided among all classes")
-    add("--class-weights", type=parser.class_weights, metavar="auto|A,B,...", help="of the classes in the loss; auto: from their shares of the labels")
-    add("--augment", default="", metavar="NAME,...", help="of trivial, rand, color, grey, rotation, vflip, erasing, mixup, cutmix")
-    add("--crop-scale", type=part, default=0.25, metavar="SHARE", help="smallest training crop, as a share of the image; 1: whole images, always")
-    add("--crop-pct", type=part, metavar="SHARE", help="middle that validation sees, of the shorter side (default: the network's, or 0.875)")
-    add("--tta", action="store_true", help="evaluate and predict mirrored images, too, and take the mean")
+    group = parser.add_argument_group("loss and images")
+    group.add_argument("--label-smoothing", type=share, default=0.0, metavar="SHARE", help="of each label, divided among all classes")
+    group.add_argument("--class-weights", type=ddpkit.Parser.class_weights, metavar="auto|A,B,...", help="of the classes in the loss; auto: from their shares of the labels")
+    group.add_argument("--augment", default="", metavar="NAME,...", help="of trivial, rand, color, grey, rotation, vflip, erasing, mixup, cutmix")
+    group.add_argument("--crop-scale", type=part, default=0.25, metavar="SHARE", help="smallest training crop, as a share of the image; 1: whole images, always")
+    group.add_argument("--crop-pct", type=part, metavar="SHARE", help="middle that validation sees, of the shorter side (default: the network's, or 0.875)")
+    group.add_argument("--tta", action="store_true", help="evaluate and predict mirrored images, too, and take the mean")
 
-    add = parser.add_argument_group("machine").add_argument
-    add("--tracker", choices=("mlflow", "trackio", "wandb"), help="also log metrics there; offline as each of them is told to")
-    add("--log-every", type=count, default=50, metavar="STEPS", help="log loss, rate and speed every STEPS optimizer steps; 0: never")
-    add("--save-every", type=count, default=0, metavar="STEPS", help="also save every STEPS optimizer steps; 0: after each epoch")
-    add("--sync-bn", action="store_true", help="BatchNorm over the images of all ranks; on GPUs only")
-    add("--deterministic", action="store_true", help="the same bits on GPUs; slower")
+    group = parser.add_argument_group("machine")
+    group.add_argument("--tracker", choices=("mlflow", "trackio", "wandb"), help="also log metrics there; offline as each of them is told to")
+    group.add_argument("--log-every", type=count, default=50, metavar="STEPS", help="log loss, rate and speed every STEPS optimizer steps; 0: never")
+    group.add_argument("--save-every", type=count, default=0, metavar="STEPS", help="also save every STEPS optimizer steps; 0: after each epoch")
+    group.add_argument("--sync-bn", action="store_true", help="BatchNorm over the images of all ranks; on GPUs only")
+    group.add_argument("--deterministic", action="store_true", help="the same bits on GPUs; slower")
+
+    group = parser.add_argument_group("ranks")
+    group.add_argument("--local-rank", "--local_rank", type=count, default=os.environ.get("LOCAL_RANK", "0"), metavar="NUMBER", help="number of this process on its node, and of its GPU; the launcher sets it")
+    group.add_argument("--dist-timeout", type=positive, default=600, metavar="SECONDS", help="how long a rank waits for the others; a week while debugging")
+    group.add_argument("--debug", "--debug-rank", nargs="?", type=ddpkit.Parser.ranks, const="all", metavar="R[,R...][:PORT]", help="ranks that await a debugger, or all of them, R at port 5678 + R")
     parser.set_defaults(several_labels=False, crop=0.875)  # of the data and of the network
-    args = parser.parse(argv, defaults)
+
+    # The same flags, read by ddpkit: @FILE, ~, and a mistake in one line with the nearest name.
+    parser = ddpkit.Parser(parser)
+    parser.set_defaults(**defaults or {})
+    args = parser.parse_args(argv)
     if args.json and not args.eval_only and not defaults:
         parser.error("--json needs --eval-only")
     if not args.data and not defaults:
-        args = parser.parse(argv, DEMO)
+        parser.set_defaults(**DEMO)
+        args = parser.parse_args(argv)
     is_sgd = args.optimizer == "sgd"
     if args.lr is None:
         args.lr = 0.1 if is_sgd else 0.001

@@ -1,6 +1,7 @@
 """How this process becomes one rank of many, in plain torch, and what ranks tell each other."""
 
 import contextlib
+from argparse import Namespace
 
 import torch
 import torch.distributed as dist
@@ -9,27 +10,31 @@ from torch import Tensor
 import ddpkit
 
 
-def setup(seed: int, deterministic: bool = False) -> torch.device:
+def setup(local_rank: int, args: Namespace) -> torch.device:
     """Join the ranks that the launcher describes; return this one's device.
 
     torchrun, launch.sh and srun set RANK, LOCAL_RANK and WORLD_SIZE. Without them it is a group of
     one, so that no other code has to ask whether there are several ranks.
     """
-    here = ddpkit.rendezvous()  # waits for all ranks, or says in a line who is missing
-    has_gpu = here.device.type != "cpu"  # number LOCAL_RANK of those on this node
+    # Who and where the ranks are. Waits for all of them, or says in a line who is missing.
+    here = ddpkit.rendezvous(local_rank, args.dist_timeout, bool(args.debug))
+    device = here.device  # GPU number local_rank of this node; the CPU if there is none
+    has_gpu = device.type != "cpu"
     if has_gpu:
-        torch.accelerator.set_device_index(here.device)
-    dist.init_process_group(
-        # nccl for tensors on GPUs, gloo for those on CPUs and for objects
-        here.backend,
-        store=here.store,
-        rank=here.rank,
-        world_size=here.world_size,
-        device_id=here.device if has_gpu else None,
-        timeout=here.timeout,  # of a collective
-    )
-    ddpkit.configure(here.device, seed, deterministic)
-    return here.device
+        torch.accelerator.set_device_index(device)  # torch.cuda.set_device, of any GPU
+    if not dist.is_initialized():  # it is if main() runs again in this process
+        dist.init_process_group(
+            # nccl for tensors on GPUs, gloo for those on CPUs and for objects
+            here.backend,
+            store=here.store,
+            rank=here.rank,
+            world_size=here.world_size,
+            device_id=device if has_gpu else None,
+            timeout=here.timeout,  # of a collective
+        )
+    # Seeds, threads, and a debugger that is asked for by --debug.
+    ddpkit.configure(device, args.seed, args.deterministic, args.debug)
+    return device
 
 
 def reduce_tensor(tensor: Tensor) -> Tensor:
