@@ -24,7 +24,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+
+from foreground import restore_signals  # noqa: E402
+
+TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
 TASKS = ("classification", "segmentation")
 CLASSES = 4
 VOID = 255
@@ -41,6 +46,7 @@ def parser(
 
     From here on SIGTERM ends a benchmark as Ctrl-C does, with all that it started.
     """
+    restore_signals()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import foreground
 import generated
 import pytest
 from generated import ROOT, Project
+
+foreground.restore_signals()  # before pytest-xdist starts its workers
 
 # They take long, and come first, so that no worker is left with one at the end.
 LONGEST = (

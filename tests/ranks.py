@@ -66,6 +66,8 @@ def fork(
     pid = os.fork()
     if pid:
         return pid
+    # Before threads of torch do: it aborts where two at once replace their parent's pool.
+    torch.set_num_threads(1)
     gc.freeze()  # collections of garbage need not look at what is imported
     status = 1
     try:

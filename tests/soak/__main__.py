@@ -24,6 +24,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(TESTS), str(TESTS.parent)]
 
+import foreground  # noqa: E402
 import ranks  # noqa: E402
 import subjects  # noqa: E402
 from generated import LIVE, children, kill  # noqa: E402
@@ -103,6 +104,7 @@ class Soak:
 
 
 def main() -> int:
+    foreground.restore_signals()
     minutes = float(os.environ.get("MINUTES") or 30)
     seed = int(os.environ.get("SEED") or time.time_ns() % 10**6)
     wanted, _, number = os.environ.get("CASE", "").partition("/")

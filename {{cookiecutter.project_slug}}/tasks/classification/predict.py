@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     found = ";".join(itertools.compress(job.classes, is_there))
                 else:
                     found = job.classes[int(row.argmax())]
-                numbers = [f"{score:.4f}" for score in (row.max(), *row)]
+                numbers = [f"{score:g}" for score in (row.max(), *row)]
                 write([path, found, *numbers])
 
 
