@@ -407,6 +407,52 @@ def test_a_step_before_an_epoch_that_is_resumed(tmp_path: Path, is_top: bool) ->
     assert any("changed before run.steps()" in line for line in lines) == is_top
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_loss_of_other_ranks(tmp_path: Path, before: int, after: int) -> None:
+    """An epoch that is resumed on another number of ranks has the mean loss of all its steps."""
+    scores = each(0.1, name="top1", is_higher=True)
+
+    def run(name: str, ranks: int, last: int) -> None:
+        end_step = ddpkit.Run.end_step
+
+        def ended(run: ddpkit.Run, *numbers: Any) -> None:
+            end_step(run, *numbers)
+            if run.step == last:
+                run.save()
+                raise Killed
+
+        ddpkit.Run.end_step = ended
+        with contextlib.suppress(Killed):
+            train(tmp_path / name, scores, epochs=1, accumulate=2 // ranks)
+
+    for name, ranks, last in (
+        ("whole", after, 0),
+        ("resumed", before, 2),
+        ("resumed", after, 0),
+    ):
+        on_ranks(ranks)(functools.partial(run, name, ranks, last))()
+    (whole,) = rows(tmp_path / "whole")
+    (resumed,) = rows(tmp_path / "resumed")
+    expected = pytest.approx(float(whole["train_loss"]), rel=1e-6)
+    assert float(resumed["train_loss"]) == expected
+
+
+@on_ranks(2)
+def test_dropout(tmp_path: Path) -> None:
+    """It leaves out something else on each rank and in each step."""
+    found: list[list[float]] = []
+    end_step = ddpkit.Run.end_step
+
+    def ended(run: ddpkit.Run, *numbers: Any) -> None:
+        found.append(nn.functional.dropout(torch.ones(64)).tolist())
+        end_step(run, *numbers)
+
+    ddpkit.Run.end_step = ended
+    train(tmp_path, each(0.1, 0.2, name="top1", is_higher=True), epochs=2)
+    masks = {tuple(m) for part in distributed.gather_objects(found) for m in part}
+    assert len(masks) == 2 * 2 * 3  # ranks, epochs, steps
+
+
 @on_ranks(1)
 def test_losses_that_are_means() -> None:
     """They count what is labelled; without any the loss is 0 and has finite gradients."""
