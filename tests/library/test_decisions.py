@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import json
+import shutil
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -286,6 +287,22 @@ def test_killed_after_best(tmp_path: Path, epochs: int) -> None:
     on_ranks(1)(begin)()
     assert torch.load(tmp_path / "last.pt", weights_only=True)["epoch"] == epochs - 1
     on_ranks(1)(resume)()
+
+
+@on_ranks(1)
+def test_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
+    """A best.pt of later epochs does not count, and is kept as best-1.pt."""
+    first = tmp_path / "first.pt"
+    scores = each(0.3, 0.9, 0.4, name="top1", is_higher=True)
+    train(tmp_path, scores, epochs=1)
+    shutil.copy(tmp_path / "last.pt", first)
+    train(tmp_path, scores, epochs=3)
+    scores = each(0.3, 0.5, 0.4, name="top1", is_higher=True)
+    run = train(tmp_path, scores, epochs=3, resume=str(first))
+    assert run.best == 0.5
+    assert run.best_epoch == 2
+    kept = torch.load(tmp_path / "best-1.pt", weights_only=True)
+    assert kept["best"] == 0.9
 
 
 @on_ranks(1)

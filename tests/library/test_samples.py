@@ -66,14 +66,18 @@ class TestSampler:
             assert together == set(alone[step * 12 : (step + 1) * 12])
 
     def test_another_order(self) -> None:
-        """With each seed, and in each epoch."""
+        """With each seed, weights of samples and epoch; checkpoints hold what it depends on."""
         orders = set()
+        held = set()
         for seed in 5, 6:
-            sampler = loading.TrainSampler([()] * 53, 12, 1, seed)
-            for epoch in 0, 1:
-                sampler.set_epoch(epoch)
-                orders.add(tuple(key.number for key in sampler))
-        assert len(orders) == 4
+            for weights in None, [1.0] * 53, [1.0, 2.0] * 26 + [1.0]:
+                sampler = loading.TrainSampler([()] * 53, 12, 1, seed, weights)
+                held.add(str(sampler.order))
+                for epoch in 0, 1:
+                    sampler.set_epoch(epoch)
+                    orders.add(tuple(key.number for key in sampler))
+        assert len(held) == 6
+        assert len(orders) == 12
 
     def test_a_batch_that_is_too_large(self) -> None:
         with refusal("loading.init", "--batch-size 4 x 1 ranks x --accumulate 3"):

@@ -159,6 +159,13 @@ def test_masks_follow_images(project: Project) -> None:
         assert (inside & ~void).sum() > 1500
         classes |= set(labels.unique().tolist())
     assert classes == {0, 1, 2, 3, 4, 5, 255}
+    pixels, labels = dataset.val_transform(
+        LazyImage.of(image[:90, :70]), LazyImage.of(mask[:90, :70])
+    )
+    assert pixels.shape == (3, 96, 96)  # as the network takes
+    assert torch.equal(labels[:90, :70], torch.from_numpy(mask[:90, :70]))
+    labels[:90, :70] = dataset.VOID
+    assert (labels == dataset.VOID).all()
     changed = []
     for number in range(20):
         samples.seed(number)
