@@ -707,8 +707,8 @@ def test_a_mask_is_read_where_its_image_is(tmp_path: Path) -> None:
 
 def test_crops_are_those_of_torchvision() -> None:
     """In share and ratio of the part, on average and in their ranges; and it is anywhere."""
-    own = ddpkit.RandomResizedCrop(8, (0.25, 1))
-    theirs = v2.RandomResizedCrop(8, (0.25, 1))
+    own = ddpkit.RandomResizedCrop(8, (0.25, 1), (0.5, 1.2))
+    theirs = v2.RandomResizedCrop(8, (0.25, 1), (0.5, 1.2))
     image = torch.empty(3, 300, 400)
     found = []
     torch.manual_seed(0)
