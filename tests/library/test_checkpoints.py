@@ -71,6 +71,25 @@ def test_what_is_kept(tmp_path: Path) -> None:
     }
 
 
+def test_disks_of_their_own(tmp_path: Path) -> None:
+    """All ranks go on from the newest checkpoint, whichever rank's disk has it."""
+    for epochs in (2, 1), (1, 2), (None, 2):
+        folder = tmp_path / str(epochs)
+        for rank, epoch in enumerate(epochs):
+            path = folder / str(rank)
+            path.mkdir(parents=True)
+            if epoch:
+                RunFolder(path).add(whole(epoch=epoch, step=epoch), is_best=False)
+
+        @on_ranks(2)
+        def find(folder: Path = folder) -> None:
+            found = RunFolder(folder / str(distributed.rank())).find_checkpoint()
+            assert found
+            assert found["epoch"] == 2
+
+        find()
+
+
 def test_killed_within_a_save(tmp_path: Path) -> None:
     """Whichever call it dies in, the newest checkpoint is the former one or the new one."""
 

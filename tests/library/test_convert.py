@@ -463,6 +463,13 @@ def test_an_outline_by_its_pixels_centres() -> None:
         assert (found == inside).all()
 
 
+def test_a_box_that_is_turned() -> None:
+    """Clockwise as one sees it, where y goes down: the first corner comes to the right."""
+    corners = shapes.box_outline(0, 0, 4, 2)
+    expected = [[3, -1], [3, 3], [1, 3], [1, -1]]
+    np.testing.assert_allclose(shapes.turned(corners, 90), expected, atol=1e-9)
+
+
 def folders_of(out: Path) -> dict[str, list[str]]:
     """The class folders of each part, with the names of their images."""
     found: dict[str, list[str]] = {}

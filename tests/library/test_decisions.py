@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import json
+import shutil
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -286,6 +287,22 @@ def test_killed_after_best(tmp_path: Path, epochs: int) -> None:
 
 
 @on_ranks(1)
+def test_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
+    """A best.pt of later epochs does not count, and is kept as best-1.pt."""
+    first = tmp_path / "first.pt"
+    scores = each(0.3, 0.9, 0.4, name="top1", is_higher=True)
+    train(tmp_path, scores, epochs=1)
+    shutil.copy(tmp_path / "last.pt", first)
+    train(tmp_path, scores, epochs=3)
+    scores = each(0.3, 0.5, 0.4, name="top1", is_higher=True)
+    run = train(tmp_path, scores, epochs=3, resume=str(first))
+    assert run.best == 0.5
+    assert run.best_epoch == 2
+    kept = torch.load(tmp_path / "best-1.pt", weights_only=True)
+    assert kept["best"] == 0.9
+
+
+@on_ranks(1)
 def test_a_direction_that_nobody_says(tmp_path: Path) -> None:
     """Refused before anything is trained, until it is said."""
     with refusal("best.chosen", "cost", '"cost", "min"'):
@@ -402,6 +419,52 @@ def test_a_step_before_an_epoch_that_is_resumed(tmp_path: Path, is_top: bool) ->
     train(tmp_path, scores, epochs=1, before=step)
     assert any("1 step of the next" in line for line in lines)
     assert any("changed before run.steps()" in line for line in lines) == is_top
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_loss_of_other_ranks(tmp_path: Path, before: int, after: int) -> None:
+    """An epoch that is resumed on another number of ranks has the mean loss of all its steps."""
+    scores = each(0.1, name="top1", is_higher=True)
+
+    def run(name: str, ranks: int, last: int) -> None:
+        end_step = ddpkit.Run.end_step
+
+        def ended(run: ddpkit.Run, *numbers: Any) -> None:
+            end_step(run, *numbers)
+            if run.step == last:
+                run.save()
+                raise Killed
+
+        ddpkit.Run.end_step = ended
+        with contextlib.suppress(Killed):
+            train(tmp_path / name, scores, epochs=1, accumulate=2 // ranks)
+
+    for name, ranks, last in (
+        ("whole", after, 0),
+        ("resumed", before, 2),
+        ("resumed", after, 0),
+    ):
+        on_ranks(ranks)(functools.partial(run, name, ranks, last))()
+    (whole,) = rows(tmp_path / "whole")
+    (resumed,) = rows(tmp_path / "resumed")
+    expected = pytest.approx(float(whole["train_loss"]), rel=1e-6)
+    assert float(resumed["train_loss"]) == expected
+
+
+@on_ranks(2)
+def test_dropout(tmp_path: Path) -> None:
+    """It leaves out something else on each rank and in each step."""
+    found: list[list[float]] = []
+    end_step = ddpkit.Run.end_step
+
+    def ended(run: ddpkit.Run, *numbers: Any) -> None:
+        found.append(nn.functional.dropout(torch.ones(64)).tolist())
+        end_step(run, *numbers)
+
+    ddpkit.Run.end_step = ended
+    train(tmp_path, each(0.1, 0.2, name="top1", is_higher=True), epochs=2)
+    masks = {tuple(m) for part in distributed.gather_objects(found) for m in part}
+    assert len(masks) == 2 * 2 * 3  # ranks, epochs, steps
 
 
 @on_ranks(1)

@@ -106,6 +106,8 @@ def test_resume_on_another_number_of_ranks(
     assert "--batch-size" in said
     # 37 images are left of that epoch: six steps of 6.
     assert [row["step"] for row in rows(tmp_path)] == ["6", str(8 + 6)]
+    # the schedule has come to its end
+    assert float(rows(tmp_path)[-1]["lr"]) == pytest.approx(0, abs=1e-9)
 
 
 def test_workers_do_not_change_what_is_learnt(

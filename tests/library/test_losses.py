@@ -5,8 +5,8 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import segmentation_models_pytorch as smp
@@ -36,6 +36,7 @@ LOSSES = {  # flags, by task; those of segmentation are given --loss as well
     ],
 }
 IMAGES = 16
+SCALED = "scaled", "clipped"  # kinds of cases with a GradScaler
 
 
 def test_losses_of_other_kinds() -> None:
@@ -326,7 +327,7 @@ class Step:
     def __init__(self, portions: list[tuple[Tensor, Tensor]]) -> None:
         self.portions = portions
         self.classes = "abc"
-        self.step = 0
+        self.step = 7
 
     def steps(self, ddp_model: nn.Module) -> Iterator[tuple[int, loop.Passes]]:
         floats = [(x.float(), targets) for x, targets in self.portions]
@@ -384,14 +385,17 @@ def gradients(
     mine = portions[distributed.rank() * passes :][:passes]
     optimizer = Keep([weight for weight in net.parameters() if weight.requires_grad])
     # As in fp16: it is applied to the loss and taken off again before the step.
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=kind == "scaled")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=kind in SCALED)
     criterion = ddpkit.Criterion(model.build_criterion(args, None, "abc"), "abc")
-    scheduler = SimpleNamespace(step=lambda: None)
+    scheduler = Mock()
+    ema = Mock()
     step = Step(mine)
     train = main.train_one_epoch
     if kind == "term":
         train = with_a_term(train)
-    train(step, main.wrap(net), criterion, optimizer, scheduler, scaler, None, args)
+    train(step, main.wrap(net), criterion, optimizer, scheduler, scaler, ema, args)
+    scheduler.step.assert_called_once_with()
+    ema.update.assert_called_once_with(step.step)
     return optimizer.kept, step.ended
 
 

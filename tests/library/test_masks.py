@@ -527,6 +527,17 @@ def test_sets_that_mix(tmp_path: Path, one: dict, other: dict) -> None:
             masks.read_mask(str(tmp_path / second), labels)
 
 
+def test_a_colour_that_comes_twice_in_a_palette(tmp_path: Path) -> None:
+    """The masks have numbers: what they show does not tell two classes apart."""
+    labels = masks.parse(NAMES, Path("classes.txt"))
+    path = str(tmp_path / "mask.png")
+    for number in 1, 2:
+        image = Image.fromarray(np.array([[0, number]], np.uint8))
+        image.putpalette([1, 2, 3, 7, 7, 7, 7, 7, 7])
+        image.save(path)
+        assert masks.read_mask(path, labels).tolist() == [[0, number]]
+
+
 @on_ranks(1)
 def test_a_set_that_mixes(tmp_path: Path) -> None:
     """Training says so before its first step; void in an optimised file is no crack."""

@@ -6,9 +6,10 @@ import pytest
 import torch
 from generated import refusal
 from ranks import draw_nothing, on_ranks
-from test_decisions import CLASSES, loaders
+from test_decisions import CLASSES, Points, loaders
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
 
 import ddpkit
 from ddpkit.ranks import distributed
@@ -234,3 +235,16 @@ def test_steps_are_exact(tmp_path: Path) -> None:
         assert mean == pytest.approx(other, rel=1e-6)
     assert not torch.allclose(one["plain"][0][0], one["term"][0][0])
     assert torch.equal(one["plain"][0][0], one["cleared first"][0][0])
+
+
+@on_ranks(2)
+def test_the_mean_loss_of_an_epoch(tmp_path: Path) -> None:
+    """Each label counts once, though steps have unequal numbers of them."""
+    rate = "optimizer.param_groups[0]['lr']"
+    still = ("optimizer.step()", f"{rate} = 0.0; optimizer.step()")
+    (weight, bias), mean = train(tmp_path, still, accumulate=1)
+    images, targets = default_collate([Points()[number] for number in range(12)])
+    is_labelled = images[:, 0, 0, 0] > 0.3
+    outputs = images.flatten(1).double() @ weight.T + bias
+    loss = nn.functional.cross_entropy(outputs[is_labelled], targets[is_labelled])
+    assert mean == pytest.approx(float(loss), rel=1e-6)

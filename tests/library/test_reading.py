@@ -693,20 +693,22 @@ def test_a_mask_is_read_where_its_image_is(tmp_path: Path) -> None:
     Image.fromarray(numbers).save(tmp_path / "masks/x.png")
     pair = str(tmp_path / "images/x.jpg"), str(tmp_path / "masks/x.png")
     dataset = ddpkit.MaskFiles(folders.Part([pair], Format()), tuple)
-    crop = ddpkit.RandomScaleCrop(64, scale=(0.2, 0.7), mask_fill=255)
-    for number in range(20):
-        torch.manual_seed(number)
-        image, mask = dataset.open(0)
-        pixels, mask = crop(image, mask)
-        off = (pixels[0].float() / 255 - mask.float())[mask != 255]
-        assert off.abs().mean() < 0.12
-        assert abs(float(off.mean())) < 0.02
+    # of squares of two pixels more lie at an edge
+    for scale, most in ((0.2, 0.7), 0.12), ((0.125, 0.13), 0.18):
+        crop = ddpkit.RandomScaleCrop(64, scale, mask_fill=255)
+        for number in range(20):
+            torch.manual_seed(number)
+            image, mask = dataset.open(0)
+            pixels, mask = crop(image, mask)
+            off = (pixels[0].float() / 255 - mask.float())[mask != 255]
+            assert off.abs().mean() < most
+            assert abs(float(off.mean())) < 0.02
 
 
 def test_crops_are_those_of_torchvision() -> None:
     """In share and ratio of the part, on average and in their ranges; and it is anywhere."""
-    own = ddpkit.RandomResizedCrop(8, (0.25, 1))
-    theirs = v2.RandomResizedCrop(8, (0.25, 1))
+    own = ddpkit.RandomResizedCrop(8, (0.25, 1), (0.5, 1.2))
+    theirs = v2.RandomResizedCrop(8, (0.25, 1), (0.5, 1.2))
     image = torch.empty(3, 300, 400)
     found = []
     torch.manual_seed(0)
@@ -722,6 +724,25 @@ def test_crops_are_those_of_torchvision() -> None:
         parts = rows * columns / 120_000, columns / rows, top / 300, left / 400
         found.append([float(x) for part in parts for x in (part.mean(), part.std())])
     torch.testing.assert_close(found[0], found[1], rtol=0.1, atol=0.01)
+
+
+@pytest.mark.parametrize("size", [64, 800])
+def test_crops_of_a_random_scale(size: int) -> None:
+    """Of any factor in the range, and anywhere in the image, or around a smaller one."""
+    crop = ddpkit.RandomScaleCrop(size, (0.5, 2))
+    torch.manual_seed(0)
+    boxes = torch.tensor([crop.place(300, 300) for _ in range(2000)]).double()
+    top, left, rows, columns = boxes.T
+    assert torch.equal(rows, columns)
+    power = (size / rows).log2()
+    places = torch.stack([(power + 1) / 2, top / (300 - rows), left / (300 - rows)])
+    assert -0.01 < places.min() < places.max() < 1.02
+    torch.testing.assert_close(
+        places.mean(1), torch.full((3,), 0.5).double(), atol=0.03, rtol=0
+    )
+    torch.testing.assert_close(
+        places.corrcoef(), torch.eye(3).double(), atol=0.1, rtol=0
+    )
 
 
 def failing(function: Callable, times: int, number: int) -> Callable:

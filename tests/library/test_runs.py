@@ -72,7 +72,8 @@ def test_resume_elsewhere_and_otherwise(
     out = tmp_path / "out"
     file = tmp_path / "flags.txt"
     file.write_text(
-        f"# other\n--lr 0.002 --epochs 3\n--resume '{trained / 'last.pt'}'\n"
+        "# other\n--lr 0.002 --weight-decay 0.2 --epochs 3\n"
+        f"--resume '{trained / 'last.pt'}'\n"
     )
     said = project.train(data, out, f"@{file}", on=1).ok().out
     assert "1 of 3 epochs done" in said
@@ -85,6 +86,7 @@ def test_resume_elsewhere_and_otherwise(
     assert float(second["lr"]) == pytest.approx(0.001 * (1 + np.cos(np.pi * 1.5 / 2.5)))
     assert float(third["lr"]) == pytest.approx(0, abs=1e-9)
     best = torch.load(out / "best.pt", weights_only=True)
+    assert best["optimizer"]["param_groups"][0]["weight_decay"] == 0.2
     # this folder's own best, though the other's was better
     assert best["epoch"] in (2, 3)
     # The same command once more goes on from what it has reached since.

@@ -65,6 +65,20 @@ class TestSampler:
             together = {key for part in mine for key in part}
             assert together == set(alone[step * 12 : (step + 1) * 12])
 
+    def test_another_order(self) -> None:
+        """With each seed, weights of samples and epoch; checkpoints hold what it depends on."""
+        orders = set()
+        held = set()
+        for seed in 5, 6:
+            for weights in None, [1.0] * 53, [1.0, 2.0] * 26 + [1.0]:
+                sampler = loading.TrainSampler([()] * 53, 12, 1, seed, weights)
+                held.add(str(sampler.order))
+                for epoch in 0, 1:
+                    sampler.set_epoch(epoch)
+                    orders.add(tuple(key.number for key in sampler))
+        assert len(held) == 6
+        assert len(orders) == 12
+
     def test_a_batch_that_is_too_large(self) -> None:
         with refusal("loading.init", "--batch-size 4 x 1 ranks x --accumulate 3"):
             loading.TrainSampler([()] * 11, 4, 3, 0)
@@ -174,6 +188,19 @@ class TestSamples:
         )
         for target in fine:  # another shape is no mask
             self.keyed(Returned(("a.jpg", 0), image, target))[samples.Key(0, 0)]
+
+    def test_random_numbers(self) -> None:
+        """They depend on seed, epoch and sample, and on nothing else."""
+
+        class Noise(Listed):
+            def __getitem__(self, index: int) -> tuple:
+                return torch.rand(3, 4, 4), 0
+
+        sets = [samples.Seeded(Noise([()] * 2), 2, seed) for seed in (0, 1)]
+        keys = [samples.Key(epoch, index) for epoch in (0, 1) for index in (0, 1)]
+        drawn = [samples.checksum(each[key]) for each in sets for key in keys]
+        assert len(set(drawn)) == 8
+        assert drawn[0] == samples.checksum(sets[0][keys[0]])
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_set_epoch(self, workers: int) -> None:

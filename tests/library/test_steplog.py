@@ -328,6 +328,7 @@ def test_rows_of_a_report_that_goes_on(tmp_path: Path) -> None:
     report.close()
     assert [row["epoch"] for row in rows(tmp_path)] == ["1", "2", "3"]
     assert [row["top5"] for row in rows(tmp_path)] == ["", "0.875", "none"]
+    assert [row["note"] for row in rows(tmp_path)] == ["007", "12e5", ""]
     assert scalars(tmp_path / "epochs")["top1"] == {1: 0.5, 2: 0.75, 3: 1.0}
 
 

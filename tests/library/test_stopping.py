@@ -242,6 +242,11 @@ def test_how_ranks_have_ended(tmp_path):
         said = f"rank 0 (process {ended.running[0].pid}) {line}"
         assert [each[: len(said)] for each in lines] == ([said] if line else [])
         lines.clear()
+    ended = launch.Ranks(Nodes(2, 1, 2, "127.0.0.1", 0))  # the second of two nodes
+    for script in "exit 0", "kill -KILL $$":
+        ended.running.append(Command(["sh", "-c", script]).process)
+    assert ended.wait() == 137
+    assert lines[0].startswith(f"rank 3 (process {ended.running[1].pid}) on ")
 
 
 @pytest.mark.parametrize(
@@ -268,6 +273,35 @@ def test_a_rank_that_exits_silently(tmp_path, end, is_silent):
         [sys.executable, "-c", code], check=False, capture_output=True, env=env
     )
     assert path.exists() == is_silent
+
+
+FAILS = """
+import signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+ready = Path(__file__).with_name("ready")
+seconds = 0 if ready.exists() else 60
+ready.touch()
+time.sleep(seconds)
+"""
+
+
+def test_no_restart_after_a_signal(tmp_path):
+    """Not even of a rank that fails at what it does then."""
+    script = tmp_path / "script.py"
+    script.write_text(FAILS)
+
+    def act() -> None:
+        os.environ.update(NPROC="1", MAX_RESTARTS="1")
+        sys.argv = ["launch"]
+        sys.exit(launch.main(str(script)))
+
+    launcher = fork(act, tmp_path / "said")
+    wait_for((tmp_path / "ready").exists)
+    os.kill(launcher, signal.SIGTERM)
+    assert wait([launcher]) == [3]
+    assert "restarting" not in said(tmp_path / "said")[1]
 
 
 def test_ctrl_z(tmp_path):

@@ -57,7 +57,9 @@ def test_same_images_whatever_the_machine(project: Project, few: Path) -> None:
 
     first = sums(1, 8, 1, 0)
     assert [len(step) for step in first[0]] == [8] * 3  # of 26 images
-    assert first[0] != first[1]
+    seeded = samples.Seeded(train_set, classes, 3)
+    images = [seeded[samples.Key(epoch, 0)][0] for epoch in range(2)]
+    assert not torch.equal(*images)  # of one sample
     assert sums(2, 4, 1, 1) == first
     assert sums(4, 1, 2, 0) == first
     assert sums(1, 2, 4, 3) == first
@@ -157,6 +159,13 @@ def test_masks_follow_images(project: Project) -> None:
         assert (inside & ~void).sum() > 1500
         classes |= set(labels.unique().tolist())
     assert classes == {0, 1, 2, 3, 4, 5, 255}
+    pixels, labels = dataset.val_transform(
+        LazyImage.of(image[:90, :70]), LazyImage.of(mask[:90, :70])
+    )
+    assert pixels.shape == (3, 96, 96)  # as the network takes
+    assert torch.equal(labels[:90, :70], torch.from_numpy(mask[:90, :70]))
+    labels[:90, :70] = dataset.VOID
+    assert (labels == dataset.VOID).all()
     changed = []
     for number in range(20):
         samples.seed(number)

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,28 @@ def test_a_network_of_several_outputs(
         paths = (path for path in out.rglob("*") if path.is_file())
         found[name] = {path.relative_to(out): path.read_bytes() for path in paths}
     assert found["one"] == found["several"]
+
+
+@both_tasks
+@on_ranks(1)
+def test_mirrored_images(project: Project) -> None:
+    """--tta is the mean over an image and its mirror image; masks are mirrored back."""
+    import model
+
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 2, 3, padding=1)
+    if project.task == "classification":
+        net = nn.Sequential(net, nn.Flatten(), nn.Linear(2 * 32 * 32, 4))
+    images = torch.randn(2, 3, 32, 32)
+
+    def infer(images: torch.Tensor, tta: bool) -> torch.Tensor:
+        return model.infer(net, images, Namespace(tta=tta, tile=0)).detach()
+
+    other = infer(images.flip(-1), False)
+    if project.task == "segmentation":
+        other = other.flip(-1)
+    mean = (infer(images, False) + other) / 2
+    torch.testing.assert_close(infer(images, True), mean)
 
 
 @both_tasks
