@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
     # The network, with the weights of the checkpoint, or else those of --weights.
-    model = build_model(args, classes, val_loader.dataset.channels, pretrained)
+    model = build_model(args, classes, val_loader.channels, pretrained)
     folder.load(model, classes, vars(args))
     model = model.to(device).to(memory_format=distributed.memory_layout(device))
     if args.sync_bn:

@@ -12,6 +12,20 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import devices
 
 
+class Batch(tuple):
+    """(images, targets, ...), also of samples that are dicts."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            raise UserError(
+                f"batch[{key!r}]: a batch is (images, targets, ...), also of samples that are "
+                "dicts: images, targets, *_ = batch"
+            )
+        return super().__getitem__(key)
+
+
 def unpack(batch: Any) -> tuple:
     """Return a batch as (images, targets, ...), floating-point or uint8 images (N, C, H, W)."""
     parts = samples.ordered(batch)
@@ -60,7 +74,7 @@ def move(batch: Any, device: torch.device, format: Format) -> tuple:
     targets = moved[1]
     if isinstance(targets, Tensor):
         moved[1] = targets.float() if targets.is_floating_point() else targets.long()
-    return tuple(moved)
+    return Batch(moved)
 
 
 def normalize_images(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:

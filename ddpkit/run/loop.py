@@ -249,7 +249,6 @@ class Run:
 
     def _about(self, flags: State) -> State:
         """Return what is the same in all checkpoints of this run."""
-        val_set = getattr(self.val_loader, "dataset", None)
         about = {
             "kinds": states.kinds(self.parts),
             "classes": list(self.classes),
@@ -257,7 +256,7 @@ class Run:
             "resumed_from": self.folder.resume,
             "args": flags,
             "format": dataclasses.asdict(normalizing.format_of(self.val_loader)),
-            "channels": getattr(val_set, "channels", 3),
+            "channels": getattr(self.val_loader, "channels", 3),
         }
         return checkpoint.to_plain(about)
 
