@@ -105,7 +105,7 @@ class TrainSampler(Sampler[Key]):
 
     def read_epoch(self, loader: Any, epoch: int, seen: int) -> Iterator:
         """Return this rank's batches of `epoch`, without the first `seen` of its samples."""
-        return loader.read(epoch, seen)
+        return loader.raw(epoch, seen)
 
 
 class ValSampler(Sampler[list[Key]]):
@@ -121,8 +121,8 @@ class ValSampler(Sampler[list[Key]]):
 
     def _starts(self) -> range:
         """Return where this rank's batches begin."""
-        first = distributed.rank() * self.batch_size
-        return range(first, self.total, distributed.world_size() * self.batch_size)
+        starts = range(0, self.total, self.batch_size)
+        return starts[distributed.rank() :: distributed.world_size()]
 
     def __len__(self) -> int:
         return len(self._starts())
@@ -142,16 +142,18 @@ class Loader(DataLoader):
     dataset: the data set as it was given.
     """
 
+    sampler: Any  # for training a TrainSampler
+
     def __init__(self, seeded: Seeded, **options: Any) -> None:
         self.seeded = seeded
         super().__init__(seeded.dataset, **options)
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Any:
         """Yield the batches of the epoch that was last begun, uint8 images normalised."""
-        return self.normalized(self.read(getattr(self.sampler, "epoch", 0)))
+        return self.normalized(self.raw(getattr(self.sampler, "epoch", 0)))
 
     def normalized(self, batches: Iterator) -> Iterator:
-        """Return what a network takes of the batches that `read` returns."""
+        """Return what a network takes of the batches that `raw` returns."""
         if self.seeded.is_any:
             return batches
         format = normalizing.format_of(self)
@@ -159,7 +161,7 @@ class Loader(DataLoader):
         parts = batches_by_size(batches)
         return (normalizing.move(batch, cpu, format) for batch in parts)
 
-    def read(self, epoch: int = 0, seen: int = 0) -> Iterator:
+    def raw(self, epoch: int = 0, seen: int = 0) -> Iterator:
         """Return this rank's batches as samples have them, without the first `seen` samples."""
         if isinstance(self.sampler, TrainSampler):
             self.sampler.set_epoch(epoch, seen)
@@ -276,7 +278,6 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
         "num_workers": count,
         "multiprocessing_context": worker_context(count),
         "worker_init_fn": process.start_worker,
-        "prefetch_factor": 2 if count else None,  # batches that each reads ahead
         "pin_memory": devices.copies_async(device),
         "timeout": seconds,
     }

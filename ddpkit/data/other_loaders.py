@@ -56,7 +56,7 @@ class Reading:
         sampler = getattr(batches, "sampler", None)
         if isinstance(sampler, loading.TrainSampler):
             steps, passes = divmod(done, sampler.accumulate)
-            found = batches.read(epoch, steps * sampler.global_batch)
+            found = batches.raw(epoch, steps * sampler.global_batch)
             return itertools.islice(batches.normalized(found), passes, None)
         if isinstance(batches, Sequence):
             return iter(batches[done:])

@@ -90,7 +90,7 @@ def _dealt(loader: Any) -> Iterator[list]:
     if isinstance(loader, First):
         return iter(loader)
     if isinstance(loader, Loader):
-        return batches_by_size(loader.read())
+        return batches_by_size(loader.raw())
     for each in samplers_of(loader):
         if hasattr(each, "num_replicas"):
             raise UserError(

@@ -1,21 +1,18 @@
 """For a training script of any shape: its state is saved, and resumed to the step."""
 
 import contextlib
-import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddpkit.data import loading, other_loaders, samples
-from ddpkit.data.loading import TrainSampler
+from ddpkit.data import loading, samples
+from ddpkit.data.other_loaders import Reading
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, replicas
 from ddpkit.ranks.stopping import (
@@ -101,10 +98,7 @@ class Checkpoints:
         self.best: float | None = None
         self.ranks_then = distributed.world_size()
         self.is_in_epochs = False
-        seeds = distributed.gather_objects(torch.initial_seed())
-        self.is_seeded_by_rank = len(set(seeds)) > 1
-        # of the generators of each loader
-        self.seeds: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self.reading = Reading(seed)
         self.is_begun = False  # a loop over steps, of which an epoch has one
         self.is_in_step = False
         self.is_due = False  # a save, at the end of the step or epoch
@@ -121,7 +115,7 @@ class Checkpoints:
         with on_signals(self._position), self._in_epochs():
             while self.epoch < count:
                 # for what is drawn before its steps, such as by zip(loader, other)
-                share = distributed.rank() if self.is_seeded_by_rank else 0
+                share = distributed.rank() if self.reading.is_seeded_by_rank else 0
                 samples.seed(self.seed, self.epoch, share, 0, 0)
                 self.is_begun = False
                 yield self.epoch
@@ -306,39 +300,16 @@ class Checkpoints:
 
     def _rest(self, batches: Iterable[T]) -> Iterator[T]:
         """Return an iterator over what is left of the epoch's `batches`."""
-        sampler = getattr(batches, "sampler", None)
-        if isinstance(sampler, TrainSampler):
-            if self.done and sampler.global_batch != self.global_batch:
+        global_batch = getattr(getattr(batches, "sampler", None), "global_batch", 0)
+        if global_batch:
+            if self.done and global_batch != self.global_batch:
                 self._start_over("another batch size, or other ranks, then")
-            self.global_batch = sampler.global_batch
-            seen = self.done * sampler.global_batch
-            return sampler.read_epoch(batches, self.epoch, seen)
-        if isinstance(batches, Sequence):
-            return iter(batches[self.done :])
-        if self.done and self.ranks_then != distributed.world_size():
-            self._start_over(f"{self.ranks_then} ranks then")
-        share = self._share(batches)
-        key = (self.seed, self.epoch, share)
-        found = other_loaders.begun(batches, self.epoch, *key, of_data=True)
-        if self.done:
-            distributed.print0(f"reading {self.done} batches again, which are left out")
-        return itertools.islice(found, self.done, None)
-
-    def _share(self, batches: object) -> int:
-        """Return this rank's number, or 0 on all ranks if they have to draw the same.
-
-        What is drawn may be the order, of which each rank then takes its part. It is not if the
-        ranks have seeded torch's generator, or one of the loader's own, with numbers of their own.
-        """
-        samplers = other_loaders.samplers_of(batches)
-        has_own = any(hasattr(part, "num_replicas") for part in samplers)
-        found = other_loaders.generators_of(batches, of_data=True)
-        if found:
-            states = [other_loaders.generator_state(each) for each in found]
-            # as before the first epoch, which seeds them
-            mine = self.seeds.setdefault(batches, samples.checksum(states))
-            has_own = has_own or len(set(distributed.gather_objects(mine))) > 1
-        return distributed.rank() if has_own or self.is_seeded_by_rank else 0
+            self.global_batch = global_batch
+        elif self.done and not isinstance(batches, Sequence):
+            ranks = self.ranks_then
+            if ranks != distributed.world_size():
+                self._start_over(f"{ranks} ranks then")
+        return self.reading.rest(batches, self.epoch, self.done)
 
     def _end_step(self, is_last: bool) -> None:
         try:

@@ -106,7 +106,7 @@ class TestWrappers:
         a = Ours("a", 3)
         b = Ours("b", 2)
         joined = Own(sets.ConcatDataset([sets.Subset(a, [0]), b]))
-        loading.train_loader(joined, 2, workers=0).read(7)
+        loading.train_loader(joined, 2, workers=0).raw(7)
         assert a.epochs == b.epochs == [7]
 
     def test_fingerprints(self) -> None:
@@ -406,7 +406,7 @@ def test_generators_of_their_own(workers: int, capsys: pytest.CaptureFixture) ->
 
     def said(dataset: sets.Dataset) -> tuple[str, list]:
         loader = loading.train_loader(dataset, 4, classes=2, workers=workers)
-        found = [batch[0] for epoch in (0, 1) for batch in loader.read(epoch)]
+        found = [batch[0] for epoch in (0, 1) for batch in loader.raw(epoch)]
         return capsys.readouterr().out, [
             images[:, 0, 0, 0].tolist() for images in found
         ]
@@ -440,7 +440,7 @@ def test_what_a_collate_function_draws() -> None:
         data = Shard(range(72))
         own = {"collate_fn": lambda _: torch.rand(()).item()}
         loader = loading.train_loader(data, 24, classes=2, workers=0, **own)
-        return list(loader.read(0, seen))
+        return list(loader.raw(0, seen))
 
     assert drawn(0)[1:] == drawn(24)
 
@@ -528,9 +528,9 @@ def test_what_is_changed_between_epochs(workers: int) -> None:
     assert train.dataset is val.dataset is data
     for epoch, data.side in enumerate([4, 6, 8]):
         for loader in train, val:
-            assert {batch[0].shape[-1] for batch in loader.read(epoch)} == {data.side}
-    assert {len(x) for x, *_ in train.read(2, 4)} == {4}
-    assert len(list(train.read(2, 4))) == 1
+            assert {batch[0].shape[-1] for batch in loader.raw(epoch)} == {data.side}
+    assert {len(x) for x, *_ in train.raw(2, 4)} == {4}
+    assert len(list(train.raw(2, 4))) == 1
     # what is read by hand is a whole epoch, that which is on
     assert [x.shape[-1] for x, _ in train] == [8, 8]
 
@@ -545,7 +545,7 @@ def test_loaders_by_hand() -> None:
     val = loading.val_loader(Sized(), 3, classes=2, workers=0)
     for loader in train, val:
         found = list(loader)
-        moved = [normalizing.move(batch, CPU, Format()) for batch in loader.read()]
+        moved = [normalizing.move(batch, CPU, Format()) for batch in loader.raw()]
         assert len(found) == len(moved) == len(loader)
         for one, other in zip(found, moved, strict=True):
             assert one[0].dtype == torch.float32

@@ -197,7 +197,7 @@ class TestSamples:
         dataset = Curriculum([("a.jpg", 0)] * 24)
         loader = loading.train_loader(dataset, 4, classes=2, workers=workers)
         for turn, (epoch, seen) in enumerate([(3, 16), (4, 0), (5, 0)], start=1):
-            found = [batch[2:] for batch in loader.read(epoch, seen)]
+            found = [batch[2:] for batch in loader.raw(epoch, seen)]
             assert len(found) == 6 - seen // 4
             assert {level for levels, _ in found for level in levels.tolist()} == {
                 10 * epoch
