@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
     # The network, with the weights of --weights. Those of a checkpoint come last, by Run.
-    model = build_model(args, classes, val_loader.dataset.channels, pretrained)
+    model = build_model(args, classes, val_loader.channels, pretrained)
     model = model.to(device).to(memory_format=ddp.memory_layout(device))
     if args.sync_bn:
         if device.type in ("cpu", "mps"):

@@ -776,7 +776,7 @@ class MaskFiles(Files):
 
 
 def find_classes(
-    data: Path,
+    data: Path | str,
     fold: Fold | None = None,
     part: str = "val",
     arch: str = "",
@@ -795,6 +795,7 @@ def find_classes(
         train, val, classes = ddpkit.find_classes(Path("data/demo"))
         train_set = ImageDataset(train, train_transform)
     """
+    data = Path(data)
     samples, val_samples, classes = find_labelled(data, part, fold)
     train, val = _make_parts(data, samples, val_samples, mean, std, arch)
     train.classes = len(classes)
@@ -806,7 +807,7 @@ def find_classes(
 
 
 def find_masks(
-    data: Path,
+    data: Path | str,
     fold: Fold | None = None,
     part: str = "val",
     mean: Sequence[float] = MEAN,
@@ -820,6 +821,7 @@ def find_masks(
         train, val, classes = ddpkit.find_masks(Path("data/demo"))
         train_set = SegmentationDataset(train, train_transform)
     """
+    data = Path(data)
     pairs, val_pairs = find_mask_pairs(data, part, fold)
     labels = masks.read_classes(data / "classes.txt")
     train, val = _make_parts(data, pairs, val_pairs, mean, std)

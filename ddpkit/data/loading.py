@@ -1,5 +1,6 @@
 """ddpkit's loaders: samples are dealt to ranks, and read by workers that end with their rank."""
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ddpkit.data import samples
+from ddpkit.data import normalizing, samples
 from ddpkit.data.samples import Key, MapDataset, Seeded, fingerprint
 from ddpkit.errors import UserError
 from ddpkit.ranks import children, devices, distributed, process
@@ -39,6 +40,7 @@ class TrainSampler(Sampler[Key]):
     ) -> None:
         ranks = distributed.world_size()
         self.total = len(dataset)
+        self.accumulate = accumulate
         self.global_batch = batch_size * ranks * accumulate
         # of the optimizer, in a whole epoch
         self.steps = self.total // self.global_batch
@@ -103,8 +105,7 @@ class TrainSampler(Sampler[Key]):
 
     def read_epoch(self, loader: Any, epoch: int, seen: int) -> Iterator:
         """Return this rank's batches of `epoch`, without the first `seen` of its samples."""
-        self.set_epoch(epoch, seen)
-        return loader.dataset.say_unequal(started(loader))
+        return loader.raw(epoch, seen)
 
 
 class ValSampler(Sampler[list[Key]]):
@@ -120,8 +121,8 @@ class ValSampler(Sampler[list[Key]]):
 
     def _starts(self) -> range:
         """Return where this rank's batches begin."""
-        first = distributed.rank() * self.batch_size
-        return range(first, self.total, distributed.world_size() * self.batch_size)
+        starts = range(0, self.total, self.batch_size)
+        return starts[distributed.rank() :: distributed.world_size()]
 
     def __len__(self) -> int:
         return len(self._starts())
@@ -133,9 +134,50 @@ class ValSampler(Sampler[list[Key]]):
 
 
 class Loader(DataLoader):
-    """What `train_loader` and `val_loader` return."""
+    """What `train_loader` and `val_loader` return; it yields what a network takes, on the CPU.
 
-    dataset: Seeded
+    Workers start anew in each epoch, which takes forks milliseconds: they have the data set as it
+    is in this process then.
+
+    dataset: the data set as it was given.
+    """
+
+    sampler: Any  # for training a TrainSampler
+
+    def __init__(self, seeded: Seeded, **options: Any) -> None:
+        self.seeded = seeded
+        super().__init__(seeded.dataset, **options)
+
+    def __iter__(self) -> Any:
+        """Yield the batches of the epoch that was last begun, uint8 images normalised."""
+        return self.normalized(self.raw(getattr(self.sampler, "epoch", 0)))
+
+    def normalized(self, batches: Iterator) -> Iterator:
+        """Return what a network takes of the batches that `raw` returns."""
+        if self.seeded.is_any:
+            return batches
+        format = normalizing.format_of(self)
+        cpu = torch.device("cpu")
+        parts = batches_by_size(batches)
+        return (normalizing.move(batch, cpu, format) for batch in parts)
+
+    def raw(self, epoch: int = 0, seen: int = 0) -> Iterator:
+        """Return this rank's batches as samples have them, without the first `seen` samples."""
+        if isinstance(self.sampler, TrainSampler):
+            self.sampler.set_epoch(epoch, seen)
+            samples.tell_epoch(self.dataset, epoch)
+        # This loader, but of samples by their keys.
+        reader = DataLoader.__new__(DataLoader)
+        vars(reader).update(vars(self), dataset=self.seeded)
+        return self.seeded.say_unequal(started(reader))
+
+    @functools.cached_property
+    def channels(self) -> int:
+        """How many channels the images have: of the first one, which is read for that."""
+        image = self.seeded[Key(0, 0, is_val=True)][0]
+        # as `configure` does: to read it has drawn numbers
+        samples.seed(self.seeded.seed)
+        return image.shape[0]
 
 
 def train_loader(
@@ -234,10 +276,8 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
         seconds = 0.9 * distributed.timeout()
     return {
         "num_workers": count,
-        "persistent_workers": count > 0,
         "multiprocessing_context": worker_context(count),
         "worker_init_fn": children.start_worker,
-        "prefetch_factor": 2 if count else None,  # batches that each reads ahead
         "pin_memory": devices.copies_async(device),
         "timeout": seconds,
     }
@@ -306,27 +346,6 @@ def batches_by_size(found: Iterable[list]) -> Iterator[list]:
     """Yield the batches that a loader with `Collate` returns, each of one size of image."""
     for batch in found:
         yield from batch if isinstance(batch, Groups) else [batch]
-
-
-def is_ddpkit_loader(loader: Any) -> bool:
-    """Return whether a DataLoader has our sampler and seeds its samples."""
-    dataset: Any = getattr(loader, "dataset", None)
-    is_seeded = isinstance(dataset, Seeded)
-    for name in ("sampler", "batch_sampler"):
-        own = getattr(loader, name, None)
-        if isinstance(own, TrainSampler | ValSampler):
-            if is_seeded and own.total == len(dataset):
-                return True
-            raise UserError(
-                f"{type(own).__name__} and the loader's data set do not belong together: make the "
-                "loader by ddpkit.train_loader(...) or val_loader(...)"
-            )
-    if is_seeded:
-        raise UserError(
-            "the data set of a loader of ddpkit has come into another loader: give that your data "
-            "set itself"
-        )
-    return False
 
 
 def started(loader: Any) -> Iterator:

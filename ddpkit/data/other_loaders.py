@@ -1,10 +1,14 @@
 """Loaders that are not of ddpkit: how the ranks share their batches, and read them again."""
 
+import contextlib
 import functools
 import itertools
+import pickle
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,18 +25,79 @@ AnyGenerator = (
     torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 )
 MOST_COMPARED = 32  # samples by which is judged whether the ranks' loaders are alike
+# Of loaders: how many ranks share each batch, and a checksum of their generators as they
+# were given: the first epoch seeds them.
+_turns: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_checksums: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+class Reading:
+    """The one rule of how any loader begins an epoch on each rank, and goes on within it.
+
+    Make it on all ranks before random numbers are drawn.
+
+    seed: of the random numbers with which a loader begins, that is not of ddpkit.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        seeds = distributed.gather_objects(torch.initial_seed())
+        self.is_seeded_by_rank = len(set(seeds)) > 1
+
+    def rest(
+        self,
+        batches: Any,
+        epoch: int,
+        done: int,
+        number: int = 0,
+        is_resumed: bool = False,
+    ) -> Iterator:
+        """Return this rank's batches of `epoch`, without the `done` ones of before.
+
+        batches: those of `train_loader` go on at once, a range or a list is cut, any other loader
+            reads those of before again.
+        number: of the loader, if there are several, such that each draws numbers of its own.
+        is_resumed: it has a state of its own, which it has been given back: it goes on by itself.
+        """
+        sampler = getattr(batches, "sampler", None)
+        if isinstance(sampler, loading.TrainSampler):
+            steps, passes = divmod(done, sampler.accumulate)
+            found = batches.raw(epoch, steps * sampler.global_batch)
+            return itertools.islice(batches.normalized(found), passes, None)
+        if isinstance(batches, Sequence):
+            return iter(batches[done:])
+        if is_resumed:
+            return loading.started(batches)
+        key = [self.seed, epoch, self._share(batches)]
+        if number:
+            key.append(number)
+        found = begun(batches, epoch, *key)
+        if done:
+            distributed.print0(f"reading {done} batches again, which are left out")
+        return itertools.islice(found, done, None)
+
+    def _share(self, batches: object) -> int:
+        """Return this rank's number, or 0 on all ranks if they have to draw the same.
+
+        What is drawn may be the order, of which each rank then takes its part. It is not if the
+        ranks have seeded torch's generator, or one of the loader's own, with numbers of their own.
+        """
+        samplers = samplers_of(batches)
+        has_own = any(hasattr(part, "num_replicas") for part in samplers)
+        generators = generators_in(batches, *samplers)
+        if generators:
+            states = [generator_state(each) for each in generators]
+            mine = _checksums.setdefault(batches, samples.checksum(states))
+            has_own = has_own or len(set(distributed.gather_objects(mine))) > 1
+        return distributed.rank() if has_own or self.is_seeded_by_rank else 0
 
 
 class OtherSource:
-    """What Run has to know of any other loader, whose batches the ranks share as `deal` says.
+    """What Run has to know of any other loader, whose batches the ranks share."""
 
-    To go on in a stopped epoch its batches of before are read again, and left out.
-    """
-
-    def __init__(self, loader: Any, accumulate: int, seed: Any, epoch: int = 0) -> None:
+    def __init__(self, loader: Any, accumulate: int, seed: Any = 0) -> None:
         self.accumulate = accumulate
-        self.seed = seed
-        self.epoch = epoch
+        self.reading = Reading(seed)
         ranks = distributed.world_size()
         try:
             # Of shares of unequal length: all ranks take as many steps as the shortest
@@ -42,59 +107,48 @@ class OtherSource:
             raise UserError(
                 "the training loader has no length: give its data set one"
             ) from None
-        start = functools.partial(begun, loader, epoch, seed, epoch)
-        # To compare the ranks' batches the first ones are read: `read_epoch` goes on there.
-        self.begun: Iterator | None
-        self.begun, has_own = deal(loader, start, "training")
-        self.turn = 1 if has_own else ranks  # batches, of which this rank takes one
+        first = functools.partial(self.reading.rest, loader, 0, 0)
+        self.turn = turns(loader, first, "training")
         self.steps = count // self.turn // accumulate
         if not self.steps:
             raise UserError(
                 f"the training loader has {count} batches, too few for a step"
             )
         # A DataLoader with a batch_sampler has none itself.
-        places = [loader, *samplers_of(loader)]
-        sizes = [getattr(each, "batch_size", None) for each in places]
+        sizes = [
+            getattr(each, "batch_size", None) for each in (loader, *samplers_of(loader))
+        ]
         self.global_batch = next(filter(None, sizes), 1) * ranks * accumulate
         self.total = self.steps * self.global_batch
         self.order: dict[str, Any] = {
             "images": self.total,
             "training_set": fingerprint(samples.dataset_of(loader)),
             "seed": seed,
-            "sampler": type(loader).__name__,
+            "sampler": f"{type(loader).__name__} by rank",
         }
+
+    def say_how(self) -> None:
+        """Say how the ranks share its batches, and what it cannot do."""
+        ranks = distributed.world_size()
         how = ""
-        if ranks > 1 and has_own:
-            batches = self.steps * accumulate * ranks
-            how = f"; each rank has batches of its own and takes them all, {batches} in all"
-        elif ranks > 1:
+        if self.turn > 1:
             how = (
                 f"; the ranks take its batches in turn, so that each reads {ranks} times "
-                "what it uses, which a DistributedSampler or a stream split by rank avoids"
+                "what it uses: ddpkit.train_loader, also with sample_weights=, does not"
             )
+        elif ranks > 1:
+            batches = self.steps * self.accumulate * ranks
+            how = f"; each rank has batches of its own and takes them all, {batches} in all"
         distributed.print0(
             "the training loader is not ddpkit.train_loader(...): to resume within an epoch its "
             f"batches of before are read again{how}"
         )
 
-    def begin_at(self, seed: Any, epoch: int) -> None:
-        """Read the batches from `epoch` on with this seed; anew, if others were begun."""
-        if (seed, epoch) != (self.seed, self.epoch):
-            self.begun = None
-            self.seed = seed
-            self.order["seed"] = seed
-            self.epoch = epoch
-
     def read_epoch(self, loader: Any, epoch: int, seen: int) -> Iterator:
         """As TrainSampler's."""
-        batches = self.begun
-        self.begun = None  # for one epoch
-        if batches is None or epoch != self.epoch:
-            batches = begun(loader, epoch, self.seed, epoch)
-        before = seen // self.global_batch * self.accumulate * self.turn
-        for _ in itertools.islice(batches, before):
-            pass
-        for _ in range((self.total - seen) // self.global_batch * self.accumulate):
+        done = seen // self.global_batch * self.accumulate
+        batches = self.reading.rest(loader, epoch, done * self.turn)
+        for _ in range(self.steps * self.accumulate - done):
             some = list(itertools.islice(batches, self.turn))
             if len(some) < self.turn:
                 raise UserError(
@@ -106,54 +160,76 @@ class OtherSource:
             yield some[distributed.rank() % self.turn]
 
 
-def deal(loader: Any, start: Callable[[], Iterator], use: str) -> tuple[Iterator, bool]:
-    """Return the batches that `start` begins, and whether each rank has its own, to take all.
+class Seen(NamedTuple):
+    """Checksums of a loader's first batches, as one rank reads them."""
 
-    Otherwise all ranks have the same, to take in turn. A sampler or data set that has num_replicas
-    and rank says so itself: with timm's RepeatAugSampler equal batches are meant. Of others the
-    first batches are compared. Images may differ only because augmentation does: then labels, names
-    and the like decide, unless they are all alike, as in shards that are sorted by class. Then it
-    is the images after all, if they can be read twice.
+    whole: int
+    labels: int  # and names and the like: what no augmentation changes
+    differ: bool  # the labels do
 
-    Every rank has to call it.
+
+def turns(loader: Any, begin: Callable[[], Iterator], use: str) -> int:
+    """Return of how many batches of a loader this rank takes one.
+
+    1 if each rank has batches of its own. As many as there are ranks if all have the same, and take
+    them in turn. A sampler or data set that has num_replicas and rank says so itself: with timm's
+    RepeatAugSampler equal batches are meant. Of others the first batches decide.
+
+    begin: begins to read. Every rank has to call it.
     """
+    if _has_share(loader) or distributed.world_size() == 1:
+        return 1
+    found = None
+    with contextlib.suppress(TypeError):  # a list cannot be looked up
+        found = _turns.get(loader)
+    if found is None:
+        found = _compare_ranks(loader, begin, use)
+        with contextlib.suppress(TypeError):
+            _turns[loader] = found
+    return found
+
+
+def _compare_ranks(loader: Any, begin: Callable[[], Iterator], use: str) -> int:
     ranks = distributed.world_size()
-    begun = start()
-    if _has_share(loader) or ranks == 1:
-        return begun, True
     size = getattr(loader, "batch_size", None) or MOST_COMPARED
     count = -(-MOST_COMPARED // size)  # batches, rounded up
-    ahead = list(itertools.islice(begun, count))
-    batches = itertools.chain(ahead, begun)
-    whole = samples.checksum(ahead)
-    labels = [part for part in tree_leaves(ahead) if getattr(part, "ndim", 0) < 3]
-    mine = (whole, samples.checksum(labels)) if ahead else None
-    known = list(filter(None, distributed.gather_objects(mine)))
-    wholes = {each[0] for each in known}
+    mine = _look(itertools.islice(begin(), count))
+    found = distributed.gather_objects(mine)
+    known = [each for each in found if each]
+    wholes = {each.whole for each in known}
     has_empty = len(known) < ranks  # a rank's share may be that
-    if len(wholes) == 1 and not has_empty:
-        return batches, False
-    # From here on each rank has to differ from each other one.
+    if len(wholes) < 2 and not has_empty:
+        return ranks
     if len(wholes) < len(known):
         raise UserError(
             f"the {use} loader gives some ranks the same batches, and others their own: "
             "give all the same, or each its share, as DistributedSampler does"
         )
-    if has_empty or len({each[1] for each in known}) > 1:
-        return batches, True
-    # The images differ, the labels do not: which tells something if labels vary.
-    for part in labels:
-        if getattr(part, "ndim", 0) and len(set(map(str, part.tolist()))) > 1:
-            return batches, False
+    labels = {each.labels for each in known}
+    if has_empty or len(labels) > 1:
+        return 1
+    # The images alone differ, which augmentation may do: labels that vary tell.
+    if known[0].differ:
+        return ranks
     # Nothing else tells: do the images differ by chance, or are they others?
-    again = samples.checksum(list(itertools.islice(start(), count)))
-    if not all(distributed.gather_objects(again == whole)):
-        raise UserError(
-            f"the {use} loader: its first batches differ between ranks, and each time that "
-            "they are read, so that it is not known whether each rank has its share of the "
-            "samples: use ddpkit's samplers, or one that has num_replicas and rank"
-        )
-    return start(), True
+    again = _look(itertools.islice(begin(), count))
+    if all(distributed.gather_objects(again == mine)):
+        return 1
+    raise UserError(
+        f"the {use} loader: its first batches differ between ranks, and each time that "
+        "they are read, so that it is not known whether each rank has its share of the "
+        "samples: use ddpkit's samplers, or one that has num_replicas and rank"
+    )
+
+
+def _look(batches: Iterator) -> Seen | None:
+    read = list(batches)
+    if not read:
+        return None
+    labels = [part for part in tree_leaves(read) if getattr(part, "ndim", 0) < 3]
+    values = [part.tolist() for part in labels if getattr(part, "ndim", 0)]
+    differ = any(len(set(map(str, each))) > 1 for each in values)
+    return Seen(samples.checksum(read), samples.checksum(labels), differ)
 
 
 def _has_share(loader: object) -> bool:
@@ -184,18 +260,20 @@ def samplers_of(loader: object) -> list:
     return places[1:]
 
 
-def begun(loader: Any, epoch: int, *key: int, of_data: bool = False) -> Iterator:
+def begun(loader: Any, epoch: int, *key: int) -> Iterator:
     """Begin `epoch` of any loader, whose samplers and data set are told; return its batches.
 
     key: decides the random numbers, of their own generators, too, which would go on elsewhere.
-    of_data: also of those that the data set keeps.
     """
     samplers = samplers_of(loader)
     for part in samplers:
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
     samples.tell_epoch(samples.dataset_of(loader), epoch)
-    for generator in generators_of(loader, of_data):
+    drawing = [loader, *samplers]
+    if not getattr(loader, "num_workers", 0):
+        drawing.append(samples.dataset_of(loader))
+    for generator in generators_in(*drawing):
         _seed_generator(generator, samples.hash_key(*key))
     if getattr(loader, "persistent_workers", False):
         # Kept workers would go on with random numbers of the epoch before.
@@ -203,26 +281,19 @@ def begun(loader: Any, epoch: int, *key: int, of_data: bool = False) -> Iterator
     return drawn(loader, *key)
 
 
-def generators_of(loader: object, of_data: bool = False) -> list:
-    """Return the generators of random numbers that a loader draws from in this process."""
-    places = [loader, *samplers_of(loader)]
-    if of_data and not getattr(loader, "num_workers", 0):
-        places.append(samples.dataset_of(loader))
-    found = []
-    for place in places:
-        for value in getattr(place, "__dict__", {}).values():
-            if isinstance(value, AnyGenerator):
-                found.append(value)
-    return found
+def generators_in(*owners: object) -> list[AnyGenerator]:
+    """Return the generators of random numbers that are attributes of these."""
+    values = [
+        value for each in owners for value in getattr(each, "__dict__", {}).values()
+    ]
+    return [value for value in values if isinstance(value, AnyGenerator)]
 
 
 def generator_state(generator: AnyGenerator) -> object:
     """Return what `generator` draws next depends on."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return zlib.crc32(pickle.dumps(generator))
 
 
 def _seed_generator(generator: AnyGenerator, value: int) -> None:

@@ -1,7 +1,6 @@
 """What a data set hands to the loader: its samples, each with random numbers of its own."""
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import pickle
@@ -139,8 +138,8 @@ class Seeded(Dataset):
     """`dataset` for a DataLoader with one of our samplers: seeds the random numbers of each sample.
 
     They depend on seed, epoch and sample alone; a line says if two reads of a sample differ. Errors
-    name the sample. `set_epoch(epoch)` of a training set is called in each process that reads,
-    before its first sample of an epoch.
+    name the sample. `set_epoch(epoch)` of a training set, if it has one, is called when an epoch
+    begins.
 
     dataset: map-style; a sample is (image, target), perhaps with more parts, or a dict of them such
         as {"image": ..., "label": ...}. An image is a PIL image, an array (H, W) or (H, W, C), or a
@@ -157,9 +156,7 @@ class Seeded(Dataset):
     """
 
     in_use: ClassVar[weakref.WeakSet["Seeded"]] = weakref.WeakSet()
-    epoch: int | None = None  # that `dataset` knows of, in this process
     reading: Any = ()
-    left = TWICE  # samples that the first worker has still to read twice
 
     def __init__(
         self, dataset: MapDataset, classes: int | Sequence[str] | None, seed: int
@@ -175,27 +172,23 @@ class Seeded(Dataset):
         number = classes if isinstance(classes, int) else len(classes or ())
         self.num_classes = number
         # Written by each worker: its process id, and its sample's index + 1 while it
-        # reads one. Written by the first worker: a sample's index + 1 if two reads
-        # differ, -1 if none do.
-        self.unequal: Any = [0]
+        # reads one. Written by the first worker: how many samples it has still to read
+        # twice, and the index + 1 of one of which two reads differ.
+        self.twice: Any = [TWICE, 0]
         # Without /dev/shm there is neither of the two, nor are there workers.
         with contextlib.suppress(OSError):
             self.reading = multiprocessing.RawArray("q", 2 * WORKERS)
-            self.unequal = multiprocessing.RawArray("q", 1)
+            self.twice = multiprocessing.RawArray("q", self.twice)
         self.in_use.add(self)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, key: Key) -> tuple:
-        # The epoch comes with the key: persistent workers keep attributes as they were.
-        epoch, index, is_val = key
+        index = key.number
         self.note_sample(index + 1)
-        seed(self.seed, epoch, index)
+        seed(self.seed, key.epoch, index)
         try:
-            if epoch != self.epoch and not is_val:
-                self.epoch = epoch
-                tell_epoch(self.dataset, epoch)
             sample = self.dataset[index]
             if not self.is_any:
                 sample = self.parts(index, sample)
@@ -237,28 +230,29 @@ class Seeded(Dataset):
         """Compare the first samples of a run with what a second read of them returns."""
         worker = get_worker_info()
         # In a debugger each would stop at a breakpoint twice.
-        if self.unequal[0] or (worker and worker.id) or distributed.any_debugged():
+        left = self.twice[0]
+        if not left or (worker and worker.id) or distributed.any_debugged():
             return
         after = random_state()  # from which a collate function goes on to draw
         until = time.monotonic() + 1  # where samples take long, a few have to do
-        for key, sample in zip(keys[: self.left], samples, strict=False):
-            self.left -= 1
+        for key, sample in zip(keys[:left], samples, strict=False):
+            self.twice[0] -= 1
             if checksum(sample) != checksum(self[key]):
-                self.unequal[0] = key.number + 1
-                break
+                self.twice[:] = [0, key.number + 1]
             if time.monotonic() > until:
-                self.left = 0
-        if not self.left and not self.unequal[0]:
-            self.unequal[0] = -1
+                self.twice[0] = 0
+            if not self.twice[0]:
+                break
         set_random_state(after)
 
     def say_unequal(self, batches: Iterator) -> Iterator:
         """Yield `batches`; say, once, if a sample was another when it was read again."""
         for batch in batches:
-            if self.unequal[0] > 0:  # a worker has found one
-                sample = name(self.dataset, self.unequal[0] - 1)
+            found = self.twice[1]  # by a worker
+            if found:
+                self.twice[1] = 0
+                sample = name(self.dataset, found - 1)
                 distributed.print0(f"warning: {sample}: {DIFFERS}")
-                self.unequal[0] = -1
             yield batch
 
     def parts(self, index: int, sample: object) -> tuple:
@@ -326,20 +320,19 @@ class Seeded(Dataset):
         if beyond.any():
             for void in UNLABELLED:
                 beyond &= values != void
-        if beyond.any():
-            found = shorten([str(n) for n in np.unique(values[beyond]).tolist()])
+        if not beyond.any():
+            return
+        if mask.shape == image.shape:
             raise UserError(
-                f"{name(self.dataset, index)}: the mask has {found}, but the classes are 0 to "
-                f"{self.num_classes - 1} (without a label: 255, or -100); correct it, or return "
-                "floats if they are no classes"
+                f"{name(self.dataset, index)}: the second part of a sample is its target, and here "
+                f"it is an image {tuple(mask.shape)}: return (image, target, ...)"
             )
-
-    @functools.cached_property
-    def channels(self) -> int:
-        """How many channels the images have: of the first one, which is read for that."""
-        found = self[Key(0, 0, is_val=True)][0].shape[0]
-        seed(self.seed)  # as `configure` does: to read it has drawn numbers
-        return found
+        found = shorten([str(n) for n in np.unique(values[beyond]).tolist()])
+        raise UserError(
+            f"{name(self.dataset, index)}: the mask has {found}, but the classes are 0 to "
+            f"{self.num_classes - 1} (without a label: 255, or -100); correct it, or return "
+            "floats if they are no classes"
+        )
 
     def note_sample(self, sample: int) -> None:
         worker = get_worker_info()
@@ -370,33 +363,38 @@ def wrapped(dataset: Any) -> list:
     ]
 
 
-def places(dataset: Any, index: int) -> Iterator[tuple[Any, int]]:
-    """Yield where a sample is: `dataset` and its index, then those of the data sets within it.
+def places(dataset: Any, index: int) -> list[tuple[Any, int]]:
+    """Return where a sample is: `dataset` and its index, then those of the sets within it.
 
-    A wrapper with neither `indices` nor as many samples as it wraps has nothing that is known.
+    From the outside to the inside, so that what somebody has put around a data set counts.
     """
-    # from the outside to the inside, so that what somebody has put around it counts
-    yield dataset, index
+    found = [(dataset, index)]
+    for part, at in _inner(dataset, index):
+        found += places(part, at)
+    return found
+
+
+def _inner(dataset: Any, index: int) -> list[tuple[Any, int]]:
+    """Return in which of the data sets that `dataset` wraps a sample is, and its index there.
+
+    None of a wrapper with neither `indices` nor as many samples as it wraps: its order may be any.
+    """
     parts = wrapped(dataset)
-    total = size(dataset)
     sizes = [size(part) for part in parts]
-    indices: Any = getattr(dataset, "indices", None)
+    total = size(dataset)
     if not total or None in sizes:
-        return
+        return []
     index %= total
-    # as Subset
+    indices: Any = getattr(dataset, "indices", None)
     if len(parts) == 1 and hasattr(indices, "__len__") and len(indices) == total:
-        yield from places(parts[0], int(indices[index]))
-    elif sum(sizes) == total:  # as ConcatDataset, or a transform of one
-        for part, count in zip(parts, sizes, strict=True):
-            if index < count:
-                yield from places(part, index)
-                return
-            index -= count
-    else:  # as StackDataset, whose sample has parts of all
-        for part in parts:
-            if size(part) == total:
-                yield from places(part, index)
+        return [(parts[0], int(indices[index]))]  # as Subset
+    if sum(sizes) != total:  # as StackDataset, whose sample has parts of all
+        return [(part, index) for part in parts if size(part) == total]
+    for part, count in zip(parts, sizes, strict=True):
+        if index < count:
+            return [(part, index)]  # as ConcatDataset, or a transform of one
+        index -= count
+    return []
 
 
 def listed(dataset: Any) -> Sequence:
@@ -472,9 +470,8 @@ def as_tensor(part: Any, is_image: bool) -> Any:
 
 
 def dataset_of(loader: Any) -> Any:
-    """Return the data set of a DataLoader, as the person has written it."""
-    dataset = getattr(loader, "dataset", loader)
-    return dataset.dataset if isinstance(dataset, Seeded) else dataset
+    """Return the data set of a DataLoader; what has none is taken for one."""
+    return getattr(loader, "dataset", loader)
 
 
 def fingerprint(dataset: MapDataset) -> str:
@@ -520,14 +517,14 @@ def _checksum_within(dataset: MapDataset) -> int:
     return zlib.crc32(repr(inner).encode())
 
 
-def first_checksums(loader: DataLoader) -> dict[str, int]:
-    """Return checksums of a loader's first sample: of its labels; of all if no read differs.
+def first_checksums(loader: Any) -> dict[str, int]:
+    """Return checksums of our loader's first sample: of its labels; of all if no read differs.
 
     A worker reads it if the loader has some: files that are opened for it are not inherited.
     """
     outside = random_state()
     reads = DataLoader(
-        loader.dataset,
+        loader.seeded,
         batch_size=None,
         sampler=[Key(0, 0, is_val=True)] * READS,
         num_workers=min(loader.num_workers, 1),

@@ -4,27 +4,20 @@ import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from ddpkit.data import loading, samples
+from ddpkit.data import samples
 from ddpkit.data.format import NAME
-from ddpkit.data.loading import (
-    TrainSampler,
-    ValSampler,
-    batches_by_size,
-    is_ddpkit_loader,
-)
+from ddpkit.data.loading import Loader, TrainSampler, ValSampler, batches_by_size
 from ddpkit.data.normalizing import find_format, format_of, move, unpack
-from ddpkit.data.other_loaders import OtherSource, deal, drawn, numbered, samplers_of
+from ddpkit.data.other_loaders import OtherSource, drawn, numbered, samplers_of, turns
 from ddpkit.data.samples import Key
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, stopping
 
-# By their loaders: what `steps_per_epoch` has begun to read, Run goes on with.
-_others: WeakKeyDictionary[Any, OtherSource] = WeakKeyDictionary()
 judged: WeakSet[nn.Module] = WeakSet()  # networks that `eval_batches` was given
 
 
@@ -33,40 +26,38 @@ def steps_per_epoch(loader: Any, accumulate: int) -> int:
 
     Every rank has to call it: of a loader of your own it reads the first batches.
     """
-    if is_ddpkit_loader(loader):
-        return loader.sampler.steps
-    found = OtherSource(loader, accumulate, seed=0)
-    _others[loader] = found
-    return found.steps
+    is_ours = isinstance(loader, Loader)
+    source = loader.sampler if is_ours else OtherSource(loader, accumulate)
+    return source.steps
 
 
 def find_source(
-    loader: Any, val_loader: Any, accumulate: int, seed: Any, epoch: int
+    loader: Any, val_loader: Any, accumulate: int, seed: Any
 ) -> TrainSampler | OtherSource:
-    """Return what Run has to know of its loader, in all of its epochs; `epoch` is the first.
+    """Return what Run has to know of its loader, in all of its epochs.
 
     Every rank has to call it.
     """
     for each, kind in (loader, TrainSampler), (val_loader, ValSampler):
-        if not is_ddpkit_loader(each):
+        if not isinstance(each, Loader):
             continue
-        if not any(isinstance(sampler, kind) for sampler in samplers_of(each)):
+        if not isinstance(each.sampler, kind) and not isinstance(
+            each.batch_sampler, kind
+        ):
             raise UserError(
                 "Run(...) takes ddpkit.train_loader(...) and then ddpkit.val_loader(...): these "
                 "are exchanged"
             )
-        if each.dataset.is_any:
+        if each.seeded.is_any:
             raise UserError(
                 "Run(...) takes loaders of images: give ddpkit.train_loader and val_loader "
                 "classes=classes"
             )
     check_formats(loader, val_loader)
-    if not is_ddpkit_loader(loader):
-        known = _others.get(loader)  # begun by `steps_per_epoch`
-        if known is None or known.accumulate != accumulate:
-            return OtherSource(loader, accumulate, seed, epoch)
-        known.begin_at(seed, epoch)
-        return known
+    if not isinstance(loader, Loader):
+        source = OtherSource(loader, accumulate, seed)
+        source.say_how()
+        return source
     planned = loader.sampler.global_batch
     found = (loader.batch_size or 0) * distributed.world_size() * accumulate
     if planned != found:
@@ -115,8 +106,8 @@ def _dealt(loader: Any) -> Iterator[list]:
     """Return the batches of a loader for evaluation that are this rank's, with indices."""
     if isinstance(loader, First):
         return iter(loader)
-    if is_ddpkit_loader(loader):
-        return batches_by_size(loading.started(loader))
+    if isinstance(loader, Loader):
+        return batches_by_size(loader.raw())
     for each in samplers_of(loader):
         if hasattr(each, "num_replicas"):
             raise UserError(
@@ -125,9 +116,9 @@ def _dealt(loader: Any) -> Iterator[list]:
             )
     ranks = distributed.world_size()
     rank = distributed.rank()
-    found, has_own = deal(loader, functools.partial(drawn, loader, 0), "validation")
-    batches = numbered(loader, found)
-    if ranks == 1 or not has_own:
+    batches = numbered(loader, drawn(loader, 0))
+    first = functools.partial(drawn, loader, 0)
+    if turns(loader, first, "validation") == ranks:
         return itertools.islice(batches, rank, None, ranks)
     # Numbers that no other rank has, and that are no indices of the data set.
     return ([*parts, -1 - rank - ranks * indices.abs()] for *parts, indices in batches)
@@ -138,16 +129,15 @@ class First:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.dataset = getattr(loader, "dataset", loader)
+        self.dataset = samples.dataset_of(loader)
 
     def __iter__(self) -> Iterator[list]:
-        if not is_ddpkit_loader(self.loader):
-            return itertools.islice(numbered(self.loader, drawn(self.loader, 0)), 1)
+        loader = self.loader
+        if not isinstance(loader, Loader):
+            return itertools.islice(numbered(loader, drawn(loader, 0)), 1)
         count = min(2, len(self.dataset))
         keys = [Key(0, number, is_val=True) for number in range(count)]
-        return batches_by_size(
-            [self.loader.collate_fn(self.dataset.__getitems__(keys))]
-        )
+        return batches_by_size([loader.collate_fn(loader.seeded.__getitems__(keys))])
 
 
 def check_formats(train_loader: Any, val_loader: Any) -> None:
@@ -160,7 +150,7 @@ def check_formats(train_loader: Any, val_loader: Any) -> None:
         if find_format(samples.dataset_of(loader)):
             continue  # its uint8 images are normalised by the format
         # A set of one's own without a format: floats are taken as they are.
-        images = unpack(next(batches_by_size(drawn(loader, 0))))[0]
+        images = unpack(next(drawn(First(loader), 0)))[0]
         if images.is_floating_point():
             return
     raise UserError(

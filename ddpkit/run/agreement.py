@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ddpkit.data import samples
+from ddpkit.data.loading import Loader
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process
 from ddpkit.version import FOLDER, __version__
@@ -26,7 +27,7 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
     mine["torch"] = f"torch {torch.__version__}"
     for use, loader in loaders.items():
         data = samples.dataset_of(loader)
-        is_ours = isinstance(getattr(loader, "dataset", None), samples.Seeded)
+        is_ours = isinstance(loader, Loader)
         if is_ours or samples.listed(data):
             mine[use] = f"{samples.fingerprint(data)} for {use}"  # how many, and which
         # Without a list of files, the first sample tells whether the data are the same.

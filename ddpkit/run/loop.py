@@ -168,7 +168,6 @@ class Run(Checkpoints):
             val_loader,
             accumulate,
             seed=kept.get("seed", 0),
-            epoch=state.get("epoch", 0),
         )
         self.seen = 0
         self.sums = Sums(self.device)
@@ -297,13 +296,12 @@ class Run(Checkpoints):
 
     def _about(self) -> State:
         """Return what is the same in all checkpoints of this run."""
-        val_set = getattr(self.val_loader, "dataset", None)
         about = {
             "classes": list(self.classes),
             "colors": pictures.colors_of(self.classes).tolist(),
             "args": self.flags,
             "format": dataclasses.asdict(normalizing.format_of(self.val_loader)),
-            "channels": getattr(val_set, "channels", 3),
+            "channels": getattr(self.val_loader, "channels", 3),
         }
         return checkpoint.to_plain(about)
 

@@ -125,8 +125,7 @@ class Mistakes:
         data = getattr(self.loader, "dataset", None)
         if not self.draw or data is None or isinstance(data, IterableDataset):
             return []
-        if not isinstance(data, Seeded):
-            data = Seeded(data, self.classes, 0)
+        data = getattr(self.loader, "seeded", None) or Seeded(data, self.classes, 0)
         if not captions:
             # from the first to the last, at equal distances; fewer if there are fewer
             gap = (len(data) - 1) / (EXAMPLES - 1)

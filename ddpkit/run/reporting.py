@@ -128,7 +128,7 @@ class Reporter:
         if name_of:  # of a GPU
             device = name_of(self.device)
         val = ""
-        if loading.is_ddpkit_loader(val_loader):  # another may have a share of them
+        if isinstance(val_loader, loading.Loader):  # another may have a share of them
             val = f"{len(samples.dataset_of(val_loader))} validation images | "
         distributed.print0(
             f"{ranks} rank(s) on {device} | batch {batch_size} per rank x "

@@ -3,23 +3,20 @@
 import contextlib
 import copy
 import functools
-import itertools
 import math
 import random
 import re
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddpkit.data import loading, other_loaders, samples
-from ddpkit.data.loading import TrainSampler
+from ddpkit.data import loading, samples
+from ddpkit.data.other_loaders import Reading
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, replicas
 from ddpkit.ranks.stopping import (
@@ -180,14 +177,12 @@ class Checkpoints:
         self.global_batch = 0  # of a train_loader, to know whether it is the same
         self.best_score: float | None = None
         self.ranks_then = distributed.world_size()
-        seeds = distributed.gather_objects(torch.initial_seed())
+        self.reading = Reading(seed)
         # whether the ranks have seeded torch each with a number of its own
-        self.draws_by_rank = len(set(seeds)) > 1
+        self.draws_by_rank = self.reading.is_seeded_by_rank
         # of the key of the random numbers, in a step and outside of it
         self.share = self.share_outside = distributed.rank() * self.draws_by_rank
         self.streams: dict[int, random.Random] = {}
-        # of the generators of each loader
-        self.seeds: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self.first_step = 0  # of this process
         self.is_looked_at = False  # what may have been forgotten
         self.is_in_epochs = False
@@ -236,8 +231,8 @@ class Checkpoints:
             images = next(unlabelled)
         """
         number = sum(isinstance(part, Forever) for part in self.parts.values())
-
-        found = Forever(loader, functools.partial(self._read, number + 1))
+        read = functools.partial(self.reading.rest, number=number + 1)
+        found = Forever(loader, read)
         self._add(f"{FOREVER}{number + 1}", found)
         return found
 
@@ -543,52 +538,22 @@ class Checkpoints:
 
     def _rest(self, batches: Iterable) -> Iterator:
         """Return an iterator over what is left of the epoch's `batches`."""
-        sampler = getattr(batches, "sampler", None)
+        global_batch = getattr(getattr(batches, "sampler", None), "global_batch", 0)
         ranks = distributed.world_size()
         reason = ""  # why other batches would follow
-        if isinstance(sampler, TrainSampler):
-            if sampler.global_batch != self.global_batch:
+        if global_batch:
+            if global_batch != self.global_batch:
                 reason = "another batch size, or other ranks, then"
-            self.global_batch = sampler.global_batch
+            self.global_batch = global_batch
         elif not isinstance(batches, Sequence) and self.ranks_then != ranks:
             reason = f"{self.ranks_then} ranks then"
         if self.done and reason:
             self._start_over(reason)
-        return self._read(0, batches, self.epoch, self.done)
-
-    def _read(self, number: int, batches: Any, epoch: int, done: int) -> Iterator:
-        """Return an iterator over the batches of an epoch, but for those that are done.
-
-        number: of the loader, such that each has random numbers of its own.
-        """
-        sampler = getattr(batches, "sampler", None)
-        if isinstance(sampler, TrainSampler):
-            return sampler.read_epoch(batches, epoch, done * sampler.global_batch)
-        if isinstance(batches, Sequence):
-            return iter(batches[done:])
-        key = [self.seed, epoch, self._share(batches)]
-        if number:
-            key.append(number)
-        found = other_loaders.begun(batches, epoch, *key, of_data=True)
-        if done:
-            distributed.print0(f"reading {done} batches again, which are left out")
-        return itertools.islice(found, done, None)
-
-    def _share(self, batches: object) -> int:
-        """Return this rank's number, or 0 on all ranks if they have to draw the same.
-
-        What is drawn may be the order, of which each rank then takes its part. It is not if the
-        ranks have seeded torch's generator, or one of the loader's own, with numbers of their own.
-        """
-        samplers = other_loaders.samplers_of(batches)
-        has_own = any(hasattr(part, "num_replicas") for part in samplers)
-        found = other_loaders.generators_of(batches, of_data=True)
-        if found:
-            states = [other_loaders.generator_state(each) for each in found]
-            # as before the first epoch, which seeds them
-            mine = self.seeds.setdefault(batches, samples.checksum(states))
-            has_own = has_own or len(set(distributed.gather_objects(mine))) > 1
-        return distributed.rank() if has_own else self.share_outside
+        # A loader that is a part has been given its place.
+        is_resumed = self.done > 0 and any(
+            part is batches for part in self.parts.values()
+        )
+        return self.reading.rest(batches, self.epoch, self.done, is_resumed=is_resumed)
 
     def _leave(self) -> NoReturn:
         if self.folder.saved_step != self.step:

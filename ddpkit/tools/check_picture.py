@@ -36,6 +36,7 @@ def draw_check(path: Path, args: Namespace) -> str:
         return error.line
     names = pictures.legible(classes)
     seeded = Seeded(train_set, classes, 0)
+    samples.tell_epoch(train_set, 0)
     present: set[int] = set()
     chosen = spread(len(train_set))
     files = mistakes.short_names(train_set, chosen)

@@ -1,5 +1,6 @@
 """Loaders and data sets of people's own: what wraps ours, what shards by itself, what is deep."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -105,7 +106,7 @@ class TestWrappers:
         a = Ours("a", 3)
         b = Ours("b", 2)
         joined = Own(sets.ConcatDataset([sets.Subset(a, [0]), b]))
-        samples.Seeded(joined, 2, 0)[samples.Key(7, 0)]
+        loading.train_loader(joined, 2, workers=0).raw(7)
         assert a.epochs == b.epochs == [7]
 
     def test_fingerprints(self) -> None:
@@ -135,12 +136,10 @@ class TestWrappers:
         same = Ours("b", 4, Format(mean=OTHER.mean, std=OTHER.std, max_megapixels=1))
         check = sources.check_formats
 
-        def seeded(dataset: Any) -> DataLoader:
-            sampler = loading.TrainSampler(dataset, 4, 1, 0)
-            return DataLoader(samples.Seeded(dataset, 2, 0), 4, sampler=sampler)
-
         before = samples.checksum(samples.random_state())
-        for make in seeded, partial(DataLoader, batch_size=4):
+        ours_of = partial(loading.train_loader, classes=2, workers=0)
+        for make in ours_of, DataLoader:
+            make = partial(make, batch_size=4)
             loader = make(ours)
             joined = sets.ConcatDataset([ours, uint8])
             for other in sets.Subset(same, [0, 1, 2, 3]), floats, joined:
@@ -172,7 +171,7 @@ class Stream(sets.IterableDataset):
         self.count = count
         self.noise = noise
         self.labels = labels
-        self.generator = np.random.default_rng()
+        self.augment = {"noise": np.random.default_rng()}  # as a library's
 
     def mine(self) -> Sequence[int]:
         """As webdataset's split_by_node, or Hugging Face's split_dataset_by_node; or all."""
@@ -197,7 +196,7 @@ class Stream(sets.IterableDataset):
             image = torch.randint(100, (3, 2, 2), dtype=torch.uint8)
             if self.noise:
                 image = torch.from_numpy(
-                    self.generator.integers(0, 99, (3, 2, 2), np.uint8)
+                    self.augment["noise"].integers(0, 99, (3, 2, 2), np.uint8)
                 )
             image[0, 0, 0] = number
             yield image, number * 7 % self.labels
@@ -311,9 +310,11 @@ def test_shares_that_are_meant_to_be_equal() -> None:
     wrong = DistributedSampler(data, 2, 0)
     with refusal("other_loaders.has_share", "(2, 0)"):
         trained_on(DataLoader(data, 2, sampler=wrong))
-    with refusal("other_loaders.deal", "the training loader gives some ranks the same"):
+    with refusal(
+        "other_loaders.compare_ranks", "the training loader gives some ranks the same"
+    ):
         trained_on(DataLoader(Stream("pairs"), 2))
-    with refusal("other_loaders.deal", "each time that they are read"):
+    with refusal("other_loaders.compare_ranks", "each time that they are read"):
         trained_on(DataLoader(Stream("all", noise=True, labels=1), 2))
 
 
@@ -356,13 +357,9 @@ def test_a_share_of_the_data_for_our_samplers() -> None:
     rank = distributed.rank()
 
     def check(dataset: sets.Dataset, workers: int = 0) -> None:
-        seeded = samples.Seeded(dataset, 2, 0)
-        options = {**loading.workers(workers, CPU), "collate_fn": loading.Collate()}
-        val = loading.ValSampler(dataset, 4)
+        loader = loading.val_loader(dataset, 4, classes=2, workers=workers)
         before = samples.checksum(samples.random_state())
-        agreement.check_alike(
-            ["a", "b"], validation=DataLoader(seeded, batch_sampler=val, **options)
-        )
+        agreement.check_alike(["a", "b"], validation=loader)
         assert before == samples.checksum(samples.random_state())
 
     for workers in 0, 1:
@@ -408,12 +405,8 @@ def test_generators_of_their_own(workers: int, capsys: pytest.CaptureFixture) ->
     own = torch.Generator()
 
     def said(dataset: sets.Dataset) -> tuple[str, list]:
-        sampler = loading.TrainSampler(dataset, 4, 1, 0)
-        options = {**loading.workers(workers, CPU), "collate_fn": loading.Collate()}
-        loader = DataLoader(
-            samples.Seeded(dataset, 2, 0), 4, sampler=sampler, **options
-        )
-        found = [b[0] for epoch in (0, 1) for b in sampler.read_epoch(loader, epoch, 0)]
+        loader = loading.train_loader(dataset, 4, classes=2, workers=workers)
+        found = [batch[0] for epoch in (0, 1) for batch in loader.raw(epoch)]
         return capsys.readouterr().out, [
             images[:, 0, 0, 0].tolist() for images in found
         ]
@@ -445,12 +438,9 @@ def test_what_a_collate_function_draws() -> None:
 
     def drawn(seen: int) -> list[float]:
         data = Shard(range(72))
-        sampler = loading.TrainSampler(data, 24, 1, 0)
-        seeded = samples.Seeded(data, 2, 0)
-        loader = DataLoader(
-            seeded, 24, sampler=sampler, collate_fn=lambda _: torch.rand(()).item()
-        )
-        return list(sampler.read_epoch(loader, 0, seen))
+        own = {"collate_fn": lambda _: torch.rand(()).item()}
+        loader = loading.train_loader(data, 24, classes=2, workers=0, **own)
+        return list(loader.raw(0, seen))
 
     assert drawn(0)[1:] == drawn(24)
 
@@ -501,25 +491,126 @@ def test_batches_of_both_kinds() -> None:
     seeded = samples.Seeded(both, 2, 0)
     with refusal("samples.getitems", "sample 1", "torch.float32 and torch.uint8"):
         seeded.__getitems__([samples.Key(0, 0), samples.Key(0, 1)])
-    sampler = loading.ValSampler(both, 2)
-    loader = DataLoader(seeded, batch_sampler=sampler, collate_fn=loading.Collate())
+    loader = loading.val_loader(both, 2, classes=2, workers=0)
     found = [batch[0].dtype for batch in sources._dealt(loader)]
     assert found == [torch.uint8, torch.float32]
 
 
-def test_samplers_in_the_wrong_place() -> None:
+def test_loaders_in_the_wrong_place() -> None:
     data = Ours("a", 8)
-    seeded = samples.Seeded(data, 2, 0)
-    sampler = loading.TrainSampler(data, 4, 1, 0)
-    train = DataLoader(seeded, 4, sampler=sampler)
-    val = DataLoader(seeded, batch_sampler=loading.ValSampler(data, 4))
+    train = loading.train_loader(data, 4, classes=2, workers=0)
+    val = loading.val_loader(data, 4, classes=2, workers=0)
     sources.find_source(train, val, 1, 0, 0)
     with refusal("sources.find_source", "exchanged"):
         sources.find_source(val, train, 1, 0, 0)
-    part = samples.Seeded(sets.Subset(data, [0, 1, 2]), 2, 0)
-    with refusal("loading.is_ddpkit_loader", "TrainSampler", "ddpkit.train_loader"):
-        loading.is_ddpkit_loader(DataLoader(part, 4, sampler=sampler))
-    with refusal("loading.is_ddpkit_loader", "into another loader"):
-        loading.is_ddpkit_loader(
-            DataLoader(seeded, batch_sampler=sets.BatchSampler(train, 4, False))
-        )
+
+
+class Sized(sets.Dataset):
+    """A person's set: what it returns depends on an attribute, as if it were a transform."""
+
+    side = 4
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple:
+        return torch.full(
+            (3, self.side, self.side), index, dtype=torch.uint8
+        ), index % 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_changed_between_epochs(workers: int) -> None:
+    """It takes effect in the next one, in both loaders, with workers or without."""
+    data = Sized()
+    train = loading.train_loader(data, 4, classes=2, workers=workers)
+    val = loading.val_loader(data, 4, classes=2, workers=workers)
+    assert train.dataset is val.dataset is data
+    for epoch, data.side in enumerate([4, 6, 8]):
+        for loader in train, val:
+            assert {batch[0].shape[-1] for batch in loader.raw(epoch)} == {data.side}
+    assert {len(x) for x, *_ in train.raw(2, 4)} == {4}
+    assert len(list(train.raw(2, 4))) == 1
+    # what is read by hand is a whole epoch, that which is on
+    assert [x.shape[-1] for x, _ in train] == [8, 8]
+
+
+@on_ranks(2)
+def test_loaders_by_hand() -> None:
+    """What a network takes, normalised as in a run: for update_bn, an LR finder, by hand."""
+    net = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.Conv2d(3, 2, 1))
+    train = loading.train_loader(Sized(), 2, classes=2, workers=1)
+    torch.optim.swa_utils.update_bn(train, net, CPU)
+    assert net[0].num_batches_tracked == 2
+    val = loading.val_loader(Sized(), 3, classes=2, workers=0)
+    for loader in train, val:
+        found = list(loader)
+        moved = [normalizing.move(batch, CPU, Format()) for batch in loader.raw()]
+        assert len(found) == len(moved) == len(loader)
+        for one, other in zip(found, moved, strict=True):
+            assert one[0].dtype == torch.float32
+            assert all(map(torch.equal, one, other))
+        with refusal("normalizing.getitem", "images, targets, *_ = batch"):
+            found[0]["pixel_values"]
+    both = sets.ConcatDataset([Own([0], IMAGE), Own([0], torch.ones(3, 8, 8))])
+    sizes = [x.shape for x, *_ in loading.val_loader(both, 2, classes=2, workers=0)]
+    assert sizes == ([(1, 3, 4, 4), (1, 3, 8, 8)] if distributed.is_rank_zero() else [])
+    # without classes samples may be anything
+    raw = loading.train_loader(Sized(), 2, workers=0)
+    assert next(iter(raw))[0].dtype == torch.uint8
+
+
+class Placed:
+    """As a StatefulDataLoader: it says where it is, and goes on there; each rank elsewhere."""
+
+    def __init__(self) -> None:
+        self.at = 100 * distributed.rank()
+
+    def state_dict(self) -> dict:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.at = state["at"]
+
+    def __iter__(self) -> Iterator:
+        while self.at % 100 < 8:
+            self.at += 1
+            yield self.at
+
+
+@on_ranks(2)
+def test_the_rest_of_an_epoch() -> None:
+    """Of any loader: after some batches it goes on with those that would have followed."""
+    reading = other_loaders.Reading(seed=3)
+    data = torch.arange(40)
+    stream = DataLoader(data, 2, shuffle=True, drop_last=True)
+    shares = DataLoader(data, 2, sampler=DistributedSampler(data))
+    ours = loading.train_loader(data, 2, accumulate=2, workers=0)
+    pictures = loading.train_loader(Sized(), 2, classes=2, workers=0)
+    for loader in stream, shares, ours, pictures, range(9), [1, 2, 3, 4]:
+        orders = []
+        for epoch in 0, 1:
+            whole = [str(batch) for batch in reading.rest(loader, epoch, 0)]
+            for done in 1, 2, len(whole):
+                torch.rand(done)  # whatever is drawn elsewhere
+                rest = [str(batch) for batch in reading.rest(loader, epoch, done)]
+                assert rest == whole[done:]
+            orders.append(whole)
+        assert (orders[0] == orders[1]) == isinstance(loader, range | list)
+    assert next(reading.rest(pictures, 0, 0))[0].dtype == torch.float32
+    alike = [str(batch) for batch in reading.rest(stream, 0, 0)]
+    assert len(set(map(str, distributed.gather_objects(alike)))) == 1
+    # One with a state of its own is given that back, and reads nothing again.
+    placed = Placed()
+    before = list(itertools.islice(reading.rest(placed, 0, 0), 3))
+    resumed = Placed()
+    resumed.load_state_dict(placed.state_dict())
+    after = list(reading.rest(resumed, 0, 3, is_resumed=True))
+    assert before + after == [100 * distributed.rank() + n for n in range(1, 9)]
+
+
+def test_a_sample_of_two_images() -> None:
+    """The second part is the target: who returns two views is told so."""
+    views = [(torch.full((3, 4, 4), 9, dtype=torch.uint8),) * 2 + (1,)]
+    with refusal("samples.check_mask", "the second part of a sample is its target"):
+        samples.Seeded(views, 2, 0)[samples.Key(0, 0)]

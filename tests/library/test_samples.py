@@ -11,7 +11,6 @@ import torch
 from generated import refusal
 from PIL import Image
 from test_reading import failing
-from torch.utils.data import DataLoader
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
@@ -204,7 +203,7 @@ class TestSamples:
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_set_epoch(self, workers: int) -> None:
-        """The process that reads calls it, before any sample of that epoch, also on resuming."""
+        """It is called once in an epoch, before any sample of that, also on resuming."""
 
         class Curriculum(Listed):
             level = -1
@@ -222,14 +221,10 @@ class TestSamples:
                     self.calls,
                 )
 
-        options = loading.workers(workers, torch.device("cpu"))
-        options["collate_fn"] = loading.Collate()
         dataset = Curriculum([("a.jpg", 0)] * 24)
-        sampler = loading.TrainSampler(dataset, 4, 1, 0)
-        loader = DataLoader(self.keyed(dataset), 4, sampler=sampler, **options)
+        loader = loading.train_loader(dataset, 4, classes=2, workers=workers)
         for turn, (epoch, seen) in enumerate([(3, 16), (4, 0), (5, 0)], start=1):
-            loader.sampler.set_epoch(epoch, seen)
-            found = [batch[2:] for batch in loader]
+            found = [batch[2:] for batch in loader.raw(epoch, seen)]
             assert len(found) == 6 - seen // 4
             assert {level for levels, _ in found for level in levels.tolist()} == {
                 10 * epoch

@@ -218,7 +218,7 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 checkpoints = ddpkit.Checkpoints(
     "run", model=model, optimizer=optimizer, scheduler=scheduler
 )
-added_up = 3 if loader.dataset is not data else 1
+added_up = 3 if isinstance(loader.sampler, ddpkit.data.loading.TrainSampler) else 1
 for epoch in checkpoints.epochs(3):
     batches = zip(loader, others) if way == "zipped" else loader
     first = checkpoints.done
