@@ -500,9 +500,9 @@ def test_loaders_in_the_wrong_place() -> None:
     data = Ours("a", 8)
     train = loading.train_loader(data, 4, classes=2, workers=0)
     val = loading.val_loader(data, 4, classes=2, workers=0)
-    sources.find_source(train, val, 1, 0, 0)
+    sources.find_source(train, val, 1, 0)
     with refusal("sources.find_source", "exchanged"):
-        sources.find_source(val, train, 1, 0, 0)
+        sources.find_source(val, train, 1, 0)
 
 
 class Sized(sets.Dataset):
