@@ -49,6 +49,7 @@ class Stopper:
         self.heartbeat = 0
         self.step = 1  # that it is in, counted from the start of the block
         self.is_stopping = False  # it has reached the last step, and saves
+        self.kept = ""  # where a save is, since which no step has ended
         # Written by the other thread:
         self.lock = threading.Lock()  # held while it answers, and while `step` changes
         self.answered = 0.0  # when this rank, asked to stop, answered with its step
@@ -62,6 +63,9 @@ class Stopper:
             for signum in signals:
                 if signum in STOP_SIGNALS:
                     self.request_stop(signum)
+            is_late = time.monotonic() > self.answered + self.grace
+            if self.answered and is_late and self.kept:
+                self.stop_beside()
             if self.answered and not self.is_stopping:
                 self.await_answers()
             elif not self.is_stopping and self.store.check([STOP]):
@@ -118,6 +122,14 @@ class Stopper:
                 self.is_said = True
                 line = f"waiting up to {self.grace:g} s for an answer: {states}"
                 print_line(line, sys.stderr)
+
+    def stop_beside(self) -> None:
+        """Exit though the main thread does something long: all its steps are saved."""
+        distributed.print0(
+            f"stopped {self.grace:g} s after the signal, in what follows the steps of an epoch; "
+            f"saved at {self.kept}; the same command goes on"
+        )
+        process.exit_now(STOPPED)
 
     def check_hang(self) -> None:
         """Print where all ranks are, if the main thread has had no heartbeat for too long."""
@@ -198,6 +210,12 @@ def end_step() -> None:
         _stopper.is_stopping = True
         raise Stopped
     _stopper.step += 1
+
+
+def note_kept(position: str) -> None:
+    """Note where all has been saved that what follows the steps will do once more; "": nowhere."""
+    if _stopper:
+        _stopper.kept = position
 
 
 def stop_requested() -> bool:

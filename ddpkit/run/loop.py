@@ -643,6 +643,7 @@ class Run(Checkpoints):
             self.is_due = True
         else:
             self._write()
+            stopping.note_kept(self._position())
 
     def _write(self, is_best: bool = False, keeps_images: bool = False) -> None:
         self.is_due = False

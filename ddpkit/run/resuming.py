@@ -24,6 +24,7 @@ from ddpkit.ranks.stopping import (
     agree,
     end_step,
     exit_stopped,
+    note_kept,
     on_signals,
 )
 from ddpkit.run import checkpoint, states
@@ -280,6 +281,7 @@ class Checkpoints:
     def _begin_epoch(self) -> None:
         self.is_begun = False
         self.is_kept = False  # what a signal after the last step goes back to
+        note_kept("")
 
     def steps(self, batches: Iterable, *networks: nn.Module) -> Steps:
         """Return a loop over the batches that are left of this epoch; each turn is a step.
@@ -356,6 +358,7 @@ class Checkpoints:
             self.is_kept = True
             if self.folder.saved_step != self.step:
                 self._write()
+            note_kept(self._position())
 
     def _count(self, before: int) -> None:
         """Count a turn, before which `before` steps were done."""

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from generated import refusal
+from generated import refusal, wait_for
 
 import ddpkit
 from ddpkit.data import samples
-from ddpkit.ranks import distributed
+from ddpkit.ranks import distributed, protocol
 from ddpkit.run import resuming
 
 SCRIPT = """
@@ -192,6 +192,24 @@ def test_ways_of_looping(way: str, tmp_path: Path) -> None:
     assert ends(whole) == ends(stopped)
 
 
+def test_a_signal_in_a_long_evaluation(tmp_path: Path) -> None:
+    """It is not waited for: status 75, and the last step is done once more."""
+    way = "a long evaluation"
+
+    def soon() -> None:
+        protocol.GRACE_SECONDS = 2
+
+    pids = start(way, tmp_path, soon, at=0)
+    wait_for((tmp_path / "evaluates").exists)
+    os.kill(pids[1], signal.SIGTERM)
+    assert ranks.wait(pids) == [75, 75]
+    out, err = ranks.said(tmp_path / "printed")
+    assert not err
+    assert "saved at epoch 1, step 8; the same command goes on" in out
+    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    assert (state["epoch"], state["done"]) == (0, 8)
+
+
 def test_a_long_evaluation(tmp_path: Path) -> None:
     """Killed in it, in the first epoch and in the second: the last step is done once more."""
     way = "a long evaluation"
@@ -200,9 +218,7 @@ def test_a_long_evaluation(tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     for at in 0, 1:
         pids = start(way, killed, at=at)
-        deadline = time.monotonic() + 60
-        while not (killed / "evaluates").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for((killed / "evaluates").exists)
         if at:  # it has been through the first epoch's
             time.sleep(1)
         for pid in pids:
