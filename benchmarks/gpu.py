@@ -116,7 +116,7 @@ def decode_and_train(folder: str, data: str, words: str) -> list[float]:
                 following.result()
 
     batch = bench.batch()
-    loop = bench.ours()
+    loop = step.Ours(bench)
     steps = max(2, int(SECONDS / step.Feed(batch, 2).time(loop)))
     alone = rate(count, decode, bench.device)
     trained = count / step.Feed(batch, steps).time(loop)
@@ -171,23 +171,25 @@ def save(folder: str, words: str) -> list[float]:
     import torch
 
     bench = step.Bench(Path(folder), words)
-    run, loop = bench.run_and_loop()
+    ours = step.Ours(bench)
     feed = step.Feed(bench.batch(), 30)
-    found = [feed.time(loop)]
+    found = [feed.time(ours)]
 
-    def seconds(is_best: bool) -> float:
+    def seconds(run: Any, is_best: bool) -> float:
         if bench.device.type != "cpu":
             torch.accelerator.synchronize()
         began = time.perf_counter()
         run.save(is_best)
         return time.perf_counter() - began
 
-    for is_best in (True, False):
-        seconds(is_best)  # the first is read back
-        found.insert(0, statistics.median(seconds(is_best) for _ in range(3)))
-    run.save_every = 10
-    found.append(feed.time(loop))
-    return [(run.folder.path / "last.pt").stat().st_size / 2**20, *found]
+    with ours.run(feed) as run:
+        for is_best in (True, False):
+            seconds(run, is_best)  # the first is read back
+            turns = [seconds(run, is_best) for _ in range(3)]
+            found.insert(0, statistics.median(turns))
+        size = (run.folder.path / "last.pt").stat().st_size
+    found.append(feed.time(partial(ours, save_every=10)))
+    return [size / 2**20, *found]
 
 
 def compare_checkpoint(flags: Namespace, folder: Path) -> None:

@@ -1,25 +1,26 @@
-"""What the project's own machinery adds to a training step: with and without it.
+"""What the project's own machinery adds to a training step.
 
 Two questions. By default, on the CPU: how much longer is a step of a real network? The cases share
 one network, and main.train_one_epoch has its own loader (no workers) over images in memory:
 
 as it is                      no terminal, so no progress bar is drawn; the baseline
 --save-every 10               with checkpoints, each flushed to the disk under the temporary folder
+--log-every 10                with lines and TensorBoard's curves
 progress bar drawn            as on a terminal
-no reporting                  no loss shown, no progress bar, no time taken of the waits
-no keyed random numbers       samples.seed does nothing, neither in a pass nor for a sample
-no stop watcher               signals are not watched, nor whether the training hangs
 
-Whole epochs are timed and divided by their steps. Speeds above 1: that much faster without it.
+Whole epochs are timed and divided by their steps.
 
 With --host: how much longer is the host busy with a step, beside a GPU that has to wait for it? All
 weights of the network are single numbers, and images have one pixel. CPU time of the main thread,
 against a bare loop around DistributedDataParallel that normalises the same batches, with the same
-optimizer. --parts: what a step saves without one part of it.
+optimizer. --profile: in which functions the steps of ours spend it, which a profiler makes slower.
 """
 
 import contextlib
+import cProfile
+import io
 import os
+import pstats
 import statistics
 import time
 from argparse import Namespace
@@ -27,16 +28,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import common
 import torch
-from step import WARM_UP, Bench, Feed
+from step import WARM_UP, Bench, Feed, Ours
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 BASELINE = "as it is"
+MOST = 40  # functions of a profile
 BARE = "bare DDP loop"
 WRAPPED = f"{BARE}, our settings of DDP"
 DEFAULTS = {
@@ -50,7 +51,9 @@ HOST_DEFAULTS = {
 
 
 class HostFeed(Feed):
-    """A Feed that takes the CPU time of the thread that trains, too."""
+    """A Feed that takes the CPU time of the thread that trains, too, and may profile it."""
+
+    profiler: cProfile.Profile | None = None
 
     def __iter__(self) -> Iterator[tuple]:
         for number, batch in enumerate(super().__iter__()):
@@ -58,7 +61,11 @@ class HostFeed(Feed):
             step = number / self.passes
             if step == WARM_UP:
                 began = now
+                if self.profiler:
+                    self.profiler.enable()
             elif step == WARM_UP + self.steps:
+                if self.profiler:
+                    self.profiler.disable()
                 self.cpu_seconds = now - began
             yield batch
 
@@ -122,54 +129,8 @@ class HostBench(Bench):
         return loop
 
 
-def parts() -> dict[str, Callable[[], Any]]:
-    """Return, by name of a part of the step, what makes the context in which it does nothing."""
-    import main as project
-    import recipe
-    from ddpkit.data import normalizing, samples
-    from ddpkit.ranks import stopping
-    from ddpkit.run import criterion
-    from ddpkit.run.loop import Run
-    from ddpkit.run.reporting import Reporter
-
-    def end_step(run: Run, *_: object) -> None:
-        run.progress.step += 1
-        run.progress.seen += run.source.global_batch
-
-    def without(place: object, name: str, do: Callable[..., Any]) -> Callable[[], Any]:
-        return lambda: mock.patch.object(place, name, do)
-
-    null = contextlib.nullcontext()
-    scaler = torch.amp.GradScaler
-    scheduler = torch.optim.lr_scheduler.LambdaLR
-    return {
-        "samples.seed": without(samples, "seed", lambda *_: None),
-        "normalizing.normalize_images": without(
-            normalizing, "normalize_images", lambda images, _: images.float()
-        ),
-        "transform_batch": without(project, "transform_batch", lambda x, y, *_: (x, y)),
-        "recipe.autocast": without(recipe, "autocast", lambda *_: null),
-        "to_float32": without(criterion, "to_float32", lambda outputs: outputs),
-        "criterion.count": without(
-            criterion.Criterion,
-            "count",
-            lambda _, targets: torch.tensor(targets.numel()),
-        ),
-        "reduce_tensor": without(project.ddp, "reduce_tensor", lambda tensor: tensor),
-        "report.progress": without(
-            Reporter, "progress", lambda _, batches, *__: batches
-        ),
-        "the log": without(Run, "_log", lambda *_: None),
-        "scaler.scale": without(scaler, "scale", lambda _, loss: loss),
-        "scaler.update": without(scaler, "update", lambda _: None),
-        "scheduler.step": without(scheduler, "step", lambda _: None),
-        "run.end_step": without(Run, "end_step", end_step),
-        "of it the stop watcher": without(stopping, "end_step", lambda: None),
-    }
-
-
 def compare_hosts(flags: Namespace, folder: Path) -> None:
-    """Print the host's time for a step of ours and of bare loops, and what each part takes."""
+    """Print the host's time for a step of ours and of bare loops; or profile ours."""
     import main as project
     from ddpkit.ranks import distributed
 
@@ -185,44 +146,40 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
     )
     found: dict[str, list[list[str]]] = {}  # cells of a row, by name
     for bench.is_whole in (False, True):
+        if flags.profile:
+            profile(Ours(bench), feed)
+            continue
         walls: dict[str, list[float]] = {}
 
-        def case(
-            name: str, loop: Callable, made: Callable, walls: dict = walls
-        ) -> float:
-            with made():
-                walls.setdefault(name, []).append(feed.time(loop))
+        def case(name: str, loop: Callable, walls: dict = walls) -> float:
+            walls.setdefault(name, []).append(feed.time(loop))
             return feed.cpu_seconds / feed.steps
 
-        nothing = contextlib.nullcontext
         plain = partial(
             DistributedDataParallel,
             device_ids=None if device.index is None else [device],
         )
-        ours = bench.ours()
-        bare = bench.bare_ddp(plain)
-        wrapped = bench.bare_ddp(project.wrap)
-        cases: common.Cases = {
-            BARE: partial(case, BARE, bare, nothing),
-            WRAPPED: partial(case, WRAPPED, wrapped, nothing),
-            BASELINE: partial(case, BASELINE, ours, nothing),
+        loops = {
+            BARE: bench.bare_ddp(plain),
+            WRAPPED: bench.bare_ddp(project.wrap),
+            BASELINE: Ours(bench),
         }
-        for name, made in parts().items() if flags.parts else ():
-            cases[name] = partial(case, name, ours, made)
+        cases: common.Cases = {
+            name: partial(case, name, loop) for name, loop in loops.items()
+        }
         common.interleave(cases, 1)
         walls.clear()
-        figures = common.interleave(cases, flags.repeats)
+        figures = common.interleave(cases, flags.repeats, flags.seconds)
 
-        for name in list(cases)[:3]:
+        for name in cases:
             times = [1e6 * statistics.median(own[name]) for own in (figures, walls)]
             found.setdefault(name, []).append([f"{time:.0f}" for time in times])
-        for name in list(cases)[3:]:
-            saved = [difference(own[BASELINE], own[name]) for own in (figures, walls)]
-            found.setdefault(name, []).append(saved)
         for name in (BARE, WRAPPED):
             more = [difference(own[BASELINE], own[name]) for own in (figures, walls)]
             found.setdefault(f"ours - {name}", []).append(more)
     distributed.teardown()
+    if flags.profile:
+        return
     weights = sum(1 for _ in bench.network().parameters())
     print(
         "\n| us a step | one layer, CPU | in all | "
@@ -233,16 +190,39 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
         print(f"| {name} | {' | '.join(cell for pair in cells for cell in pair)} |")
 
 
+def profile(ours: Ours, feed: HostFeed) -> None:
+    """Print the functions in which the steps of ours spend most time, without what they call."""
+    feed.time(ours)  # to warm up
+    feed.profiler = cProfile.Profile()
+    feed.time(ours)
+    stats = pstats.Stats(feed.profiler).stats
+    feed.profiler = None
+    rows = [("us a step", "calls a step", "function")]
+    # of each: calls, of which are no recursion, seconds, with what it calls, callers
+    for where, (_, calls, seconds, *_) in sorted(
+        stats.items(), key=lambda item: -item[1][2]
+    )[:MOST]:
+        path, line, name = where
+        place = "/".join(Path(path).parts[-2:])
+        each = f"{1e6 * seconds / feed.steps:.1f}", f"{calls / feed.steps:.1f}"
+        rows.append((*each, f"{place}:{line} {name}" if line else name))
+    common.markdown(rows)
+
+
 def difference(these: list[float], those: list[float]) -> str:
     """Return the median of differences within a turn, in microseconds."""
     return f"{1e6 * statistics.median(a - b for a, b in zip(these, those, strict=True)):.0f}"
 
 
+class Terminal(io.StringIO):
+    """A stream on which a progress bar is drawn."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
-    from ddpkit.data import samples
-    from ddpkit.ranks import distributed, stopping
-    from ddpkit.run import reporting
-    from ddpkit.run.loop import Run
+    from ddpkit.ranks import distributed
 
     bench = Bench(folder, flags.flags)
     count = flags.steps * bench.args.batch_size
@@ -252,51 +232,28 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     )
     shape = (count, side, side) if flags.task == "segmentation" else (count,)
     targets = torch.randint(common.CLASSES, shape, dtype=torch.uint8)
-    run, train = bench.run_and_epoch(TensorDataset(images, targets))
+    dataset = TensorDataset(images, targets)
+    ours = Ours(bench)
 
-    def epoch(
-        *without: Callable[[], Any], save_every: int = 0, is_watched: bool = True
-    ) -> float:
-        """Return seconds a step, in the contexts that `without` make."""
-        run.save_every = save_every
-        with contextlib.ExitStack() as stack:
-            for make in without:
-                stack.enter_context(make())
-            if is_watched:
-                stack.enter_context(stopping.on_signals(str))
+    def epoch(is_drawn: bool = False, **options: Any) -> float:
+        """Return seconds a step; options: of Run."""
+        drawn = contextlib.redirect_stderr(Terminal())
+        with (
+            drawn if is_drawn else contextlib.nullcontext(),
+            ours.run(dataset, **options) as run,
+        ):
             began = time.perf_counter()
-            train()
+            ours.train(run)
             return (time.perf_counter() - began) / flags.steps
 
-    def silent(_: Any, batches: Iterator, *__: Any) -> Iterator:
-        return batches
-
-    null = open(os.devnull, "w")  # noqa: SIM115  as long as the process
-    reporting_tqdm = reporting.tqdm
-
-    def drawn(**options: Any) -> Any:
-        return reporting_tqdm(**options | {"disable": False, "file": null})
-
-    Reporter = reporting.Reporter
     cases: common.Cases = {
         BASELINE: epoch,
         "--save-every 10": partial(epoch, save_every=10),
-        "progress bar drawn": partial(
-            epoch, lambda: mock.patch.object(reporting, "tqdm", drawn)
-        ),
-        "no reporting": partial(
-            epoch,
-            lambda: mock.patch.object(Reporter, "progress", silent),
-            lambda: mock.patch.object(Run, "_log", lambda *_: None),
-            lambda: mock.patch.object(Reporter, "speed", lambda _: {}),
-        ),
-        "no keyed random numbers": partial(
-            epoch, lambda: mock.patch.object(samples, "seed", lambda *_: None)
-        ),
-        "no stop watcher": partial(epoch, is_watched=False),
+        "--log-every 10": partial(epoch, log_every=10),
+        "progress bar drawn": partial(epoch, is_drawn=True),
     }
     common.interleave({BASELINE: epoch}, 1)  # to warm up
-    figures = common.interleave(cases, flags.repeats)
+    figures = common.interleave(cases, flags.repeats, flags.seconds)
     distributed.teardown()
     return figures
 
@@ -311,7 +268,7 @@ def main() -> None:
         "--host", action="store_true", help="the host's time for a step"
     )
     parser.add_argument(
-        "--parts", action="store_true", help="with --host: by part, too"
+        "--profile", action="store_true", help="with --host: in which functions"
     )
     parser.add_argument(
         "--device", choices=("cpu", "gpu"), default="cpu", help="with --host"

@@ -18,9 +18,11 @@ CPU, small, by default. With `--device gpu`: ResNet-50 at 224 pixels, or U-Net w
 with it.
 """
 
+import contextlib
 import importlib.util
 import os
 import sys
+import tempfile
 import time
 import warnings
 from argparse import Namespace
@@ -33,7 +35,7 @@ import common
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 LR = 0.001  # the project's own
 WARM_UP = 5  # batches before the clock starts
@@ -94,7 +96,6 @@ class Bench:
         import ddp
         import ddpkit
         import recipe
-        from ddpkit.run.reporting import Reporter
         from flags import parse_args
         from model import build_criterion
 
@@ -103,7 +104,6 @@ class Bench:
         self.device = device = ddp.setup(args.local_rank, args)
         torch.backends.cudnn.benchmark = True  # as main.train_one_epoch sets it
 
-        Reporter.print_start = lambda *_: None
         args.amp = recipe.choose_amp(args, device)
         args.batch_size = args.batch_size or 32
         self.classes = [f"class{number}" for number in range(common.CLASSES)]
@@ -124,8 +124,8 @@ class Bench:
             "bare DDP loop": partial(
                 self.bare, partial(DistributedDataParallel, device_ids=device_ids)
             ),
-            "ours": self.ours,
-            "ours, --compile": partial(self.ours, is_compiled=True),
+            "ours": partial(Ours, self),
+            "ours, --compile": partial(Ours, self, is_compiled=True),
         }
         for name in ("timm", "accelerate", "lightning"):
             if name != "timm" or "encoder" not in self.args:
@@ -156,69 +156,6 @@ class Bench:
 
     def mean_loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self.criterion(outputs, targets) / self.criterion.count(targets)
-
-    def ours(self, is_compiled: bool = False) -> Loop:
-        return self.run_and_loop(is_compiled)[1]
-
-    def run_and_loop(self, is_compiled: bool = False) -> tuple[Any, Loop]:
-        run, train = self.run_and_epoch(self.samples, is_compiled)
-
-        from ddpkit.ranks import stopping
-
-        def loop(feed: Feed) -> None:
-            run.source.read_epoch = lambda *_: feed
-            run.source.total = len(feed) // feed.passes * run.source.global_batch
-            with stopping.on_signals(str):
-                train()
-
-        return run, loop
-
-    def run_and_epoch(
-        self, dataset: Dataset, is_compiled: bool = False
-    ) -> tuple[Any, Callable[[], float]]:
-        """Return a Run, and what trains an epoch on `dataset` as main.py does."""
-        import ddpkit
-        import main
-        import recipe
-
-        args = self.args
-        model = self.network()
-        if is_compiled:
-            model.compile()
-        optimizer = recipe.build_optimizer(model, args)
-        how = {"classes": self.classes, "seed": args.seed, "workers": 0}
-        loader = ddpkit.train_loader(
-            dataset, args.batch_size, accumulate=args.accumulate, **how
-        )
-        val_loader = ddpkit.val_loader(dataset, args.batch_size, **how)
-        device = self.device.type
-        parts = {
-            "optimizer": optimizer,
-            "scheduler": recipe.build_scheduler(optimizer, args, loader.sampler.steps),
-            "scaler": torch.amp.GradScaler(device, enabled=args.amp == "fp16"),
-        }
-        args.output_dir.mkdir(exist_ok=True)
-        run = ddpkit.Run(
-            ddpkit.RunFolder(args.output_dir),
-            loader,
-            val_loader,
-            self.classes,
-            model=model,
-            **parts,
-            epochs=1,
-            accumulate=args.accumulate,
-            best="top1",
-            flags=vars(args),
-        )
-        ddp_model = main.wrap(model)
-
-        def train() -> float:
-            run.progress.seen = 0
-            return main.train_one_epoch(
-                run, ddp_model, self.criterion, **parts, ema=None, args=args
-            )
-
-        return run, train
 
     def bare(
         self,
@@ -313,6 +250,79 @@ class Bench:
             feed.seconds = normalized.seconds
 
         return loop
+
+
+class Ours:
+    """The project's own loop: a network with what belongs to it, and a Run for each epoch."""
+
+    def __init__(self, bench: Bench, is_compiled: bool = False) -> None:
+        import main
+        import recipe
+
+        self.bench = bench
+        args = bench.args
+        self.model = bench.network()
+        if is_compiled:
+            self.model.compile()
+        optimizer = recipe.build_optimizer(self.model, args)
+        amp = torch.amp.GradScaler(bench.device.type, enabled=args.amp == "fp16")
+        self.parts = {
+            "optimizer": optimizer,
+            "scheduler": recipe.build_scheduler(optimizer, args, 10**6),
+            "scaler": amp,
+        }
+        self.ddp_model = main.wrap(self.model)
+
+    def __call__(self, feed: Feed, **options: Any) -> None:
+        """Train an epoch on the batches of `feed`; options: of Run."""
+        with self.run(feed, **options) as run:
+            self.train(run)
+
+    @contextlib.contextmanager
+    def run(self, feed: Feed | Dataset, **options: Any) -> Iterator[Any]:
+        """Yield a Run of one epoch; what it says goes to stderr."""
+        import ddpkit
+
+        bench = self.bench
+        args = bench.args
+        how = {"classes": bench.classes, "seed": args.seed, "workers": 0}
+        dataset: Any = feed
+        if isinstance(feed, Feed):
+            dataset = Subset(bench.samples, range(len(feed) * args.batch_size))
+        loader = ddpkit.train_loader(
+            dataset, args.batch_size, accumulate=args.accumulate, **how
+        )
+        if isinstance(feed, Feed):  # in place of what it would read
+            loader.__class__ = type("Fed", (type(loader),), {"__iter__": feed.__iter__})
+        args.output_dir.mkdir(exist_ok=True)
+        folder = ddpkit.RunFolder(tempfile.mkdtemp(dir=args.output_dir))
+        folder.find_checkpoint()
+        with contextlib.redirect_stdout(sys.stderr):
+            made = ddpkit.Run(
+                folder,
+                loader,
+                ddpkit.val_loader(dataset, args.batch_size, **how),
+                bench.classes,
+                model=self.model,
+                **self.parts,
+                epochs=1,
+                accumulate=args.accumulate,
+                best="top1",
+                flags=vars(args),
+                **options,
+            )
+            with made as run:
+                yield run
+
+    def train(self, run: Any) -> None:
+        """As main.py trains an epoch."""
+        import main
+
+        criterion = self.bench.criterion
+        args = self.bench.args
+        main.train_one_epoch(
+            run, self.ddp_model, criterion, **self.parts, ema=None, args=args
+        )
 
 
 def main() -> None:

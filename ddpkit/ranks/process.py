@@ -206,7 +206,8 @@ def remove_files() -> None:
     """Remove this rank's sockets; the last rank also the folder of a launcher that was killed."""
     shutil.rmtree(_sockets.pop(os.getpid(), ""), ignore_errors=True)
     store = Path(os.environ.get(protocol.STORE, ""))
-    if store.name and not is_running(int(os.environ[LAUNCHER])):
+    launcher = os.environ.get(LAUNCHER)
+    if launcher and store.name and not is_running(int(launcher)):
         note_exit()
         if not any(store.parent.glob(f"{store.name}-silent-*[0-9]")):
             shutil.rmtree(store.parent, ignore_errors=True)
