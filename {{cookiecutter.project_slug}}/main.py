@@ -217,9 +217,11 @@ def train_one_epoch(
             loss_sum += loss.detach()
         # What changes gradients comes between this line and scaler.step.
         scaler.unscale_(optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(
-            ddp_model.parameters(), args.clip_grad_norm or math.inf
-        )
+        grad_norm = None
+        if args.clip_grad_norm or run.is_logged:
+            grad_norm = nn.utils.clip_grad_norm_(
+                ddp_model.parameters(), args.clip_grad_norm or math.inf
+            )
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
