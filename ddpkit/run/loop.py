@@ -131,7 +131,7 @@ class Run(Checkpoints):
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        scheduler: Any,
+        scheduler: Any = None,
         epochs: int,
         best: str | Sequence[str],
         trained: nn.Module | None = None,
@@ -438,6 +438,10 @@ class Run(Checkpoints):
                 self.best_epoch,
                 example or "IMAGE_OR_FOLDER",
             )
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Return those that are left of `count`; `end_epoch` ends each."""
+        return iter(range(self.epoch, count))
 
     # The steps of an epoch.
 
