@@ -14,12 +14,23 @@ from typing import Any
 
 import pytest
 import ranks
-from generated import NETS, ROOT, TASKS, Done, left, rows, run, texts, wait_for
+from generated import (
+    NETS,
+    ROOT,
+    TASKS,
+    Done,
+    both_but_one_in_soak,
+    left,
+    rows,
+    run,
+    texts,
+    wait_for,
+)
 
 FOLDER = ROOT / "benchmarks"
 SIZES = ["--image-size", "32", "--batch-size", "4"]
 FLAGS = {task: " ".join([*NETS[task], *SIZES]) for task in TASKS}
-of_both = pytest.mark.parametrize("task", TASKS)
+of_both = pytest.mark.parametrize("task", both_but_one_in_soak)
 
 
 class Forks:
