@@ -11,12 +11,11 @@ import time
 
 import common
 
-REDUCTIONS = 4000
-STEPS = 100
+REDUCTIONS = 40  # for a step
 
 
-def measure(project: str) -> None:
-    """Print seconds per reduction and per step; on rank 0."""
+def measure(project: str, count: int) -> None:
+    """Print seconds per reduction and per step, of `count` of these; on rank 0."""
     sys.path.insert(0, project)
     import torch
     from torch import nn
@@ -33,26 +32,32 @@ def measure(project: str) -> None:
     images = torch.randn(8, 3, 64, 64)
     number = torch.ones(1)
     steps = []
-    for _ in range(STEPS):
+    for _ in range(count):
         began = time.perf_counter()
         ddp_model(images).sum().backward()
         steps.append(time.perf_counter() - began)
     began = time.perf_counter()
-    for _ in range(REDUCTIONS):
+    for _ in range(REDUCTIONS * count):
         distributed.reduce_tensor(number)
-    seconds = [(time.perf_counter() - began) / REDUCTIONS, statistics.median(steps)]
+    seconds = [
+        (time.perf_counter() - began) / REDUCTIONS / count,
+        statistics.median(steps),
+    ]
     distributed.print0(" ".join(map(str, seconds)))
     distributed.teardown()
 
 
 def main() -> None:
-    flags = common.parser(__doc__).parse_args()
+    parser = common.parser(__doc__)
+    parser.add_argument("--steps", type=int, default=100, help="default: 100")
+    flags = parser.parse_args()
     common.say_machine(flags)
     sizes = {"without a record": 0, "with it": 2000}
     found: dict[str, list[list[float]]] = {name: [] for name in sizes}
     with common.generated(flags.task) as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", 2, __file__, "--measure", folder / "project"]
+        command.append(flags.steps)
 
         def case(name: str) -> float:
             env = {"TORCH_FR_BUFFER_SIZE": sizes[name], "OMP_NUM_THREADS": 1}
@@ -72,6 +77,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
-        measure(sys.argv[2])
+        measure(sys.argv[2], int(sys.argv[3]))
     else:
         main()
