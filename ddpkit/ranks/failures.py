@@ -80,6 +80,7 @@ REMEDIES = {
 Explainer = Callable[[Exception], str | UserError | None]
 # Of the script, set by one_line_errors alone; the watch thread explains with them, too.
 _explainers: list[Explainer] = []
+_over: dict[str, float] = {}  # since when the script is, and when that was said
 _status = 1  # with which this rank ends if it has to be ended; 0 once all is done
 _store_file: IO[bytes] | None = None  # of the first rank of a node, if the store is one
 # Of training, once it has begun. A global, because the error comes out of the whole run.
@@ -110,7 +111,7 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     try:
         watch.thread.add_duty(follow_others)
         watch.thread.add_duty(_follow_workers)
-        watch.thread.add_duty(_ending.send)
+        watch.thread.add_duty(_follow_end)
         yield
         _status = 0
         process.remove_files()
@@ -212,27 +213,23 @@ def keep_store() -> None:
     )
 
 
-def _follow_end() -> Iterator[None]:
+def _follow_end(_: list[int]) -> None:
     """Name this rank once its script has ended and it has not; end it after --dist-timeout."""
-    while threading.main_thread().is_alive():
-        yield
-    began = time.monotonic()
+    if threading.main_thread().is_alive():
+        return
+    now = time.monotonic()
     seconds = distributed.timeout()
-    while time.monotonic() < began + min(NOTICE_SECONDS, seconds / 2):
-        yield
-    threads = [t.name for t in threading.enumerate() if t.is_alive() and not t.daemon]
-    print_line(
-        f"{environment.own_rank()} (process {os.getpid()}) has not ended though its script has: "
-        f"{shorten(threads) or 'an exit handler'} is at work, for at most {seconds:g} s",
-        sys.stderr,
-    )
-    while time.monotonic() < began + seconds:
-        yield
-    process.exit_now(_status)
-
-
-_ending = _follow_end()
-next(_ending)
+    waited = now - _over.setdefault("since", now)
+    if waited > seconds:
+        process.exit_now(_status)
+    if waited > min(NOTICE_SECONDS, seconds / 2) and "said" not in _over:
+        _over["said"] = now
+        names = [t.name for t in threading.enumerate() if t.is_alive() and not t.daemon]
+        print_line(
+            f"{environment.own_rank()} (process {os.getpid()}) has not ended though its script "
+            f"has: {shorten(names) or 'an exit handler'} is at work, for at most {seconds:g} s",
+            sys.stderr,
+        )
 
 
 class Lateness:
