@@ -142,15 +142,36 @@ class Loader(DataLoader):
     dataset: the data set as it was given.
     """
 
-    sampler: Any  # for training a TrainSampler
+    sampler: TrainSampler  # of one for training
 
-    def __init__(self, seeded: Seeded, **options: Any) -> None:
-        self.seeded = seeded
-        super().__init__(seeded.dataset, **options)
+    def __init__(
+        self,
+        dataset: MapDataset,
+        classes: int | Sequence[str] | None,
+        seed: int,
+        count: int | None,
+        how: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        taken = sorted(options.keys() & {"sampler", "batch_sampler", "shuffle"})
+        if taken:
+            raise UserError(
+                f"{taken[0]}=: ddpkit.train_loader and val_loader have samplers of their own; see "
+                "sample_weights=, or give DataLoader(...) the data set and your sampler"
+            )
+        self.seeded = Seeded(dataset, classes, seed)
+        how |= workers(count, devices.kind())
+        if classes is not None:
+            how["collate_fn"] = Collate()
+        super().__init__(dataset, **(how | options))
 
     def __iter__(self) -> Any:
         """Yield the batches of the epoch that was last begun, uint8 images normalised."""
         return self.normalized(self.raw(getattr(self.sampler, "epoch", 0)))
+
+    @property
+    def is_train(self) -> bool:
+        return isinstance(self.sampler, TrainSampler)
 
     def normalized(self, batches: Iterator) -> Iterator:
         """Return what a network takes of the batches that `raw` returns."""
@@ -163,7 +184,7 @@ class Loader(DataLoader):
 
     def raw(self, epoch: int = 0, seen: int = 0) -> Iterator:
         """Return this rank's batches as samples have them, without the first `seen` samples."""
-        if isinstance(self.sampler, TrainSampler):
+        if self.is_train:
             self.sampler.set_epoch(epoch, seen)
             samples.tell_epoch(self.dataset, epoch)
         # This loader, but of samples by their keys.
@@ -213,7 +234,7 @@ def train_loader(
     """
     sampler = TrainSampler(dataset, batch_size, accumulate, seed, sample_weights)
     how = {"batch_size": batch_size, "sampler": sampler}
-    return _loader(dataset, classes, seed, workers, how, options)
+    return Loader(dataset, classes, seed, workers, how, options)
 
 
 def val_loader(
@@ -237,27 +258,7 @@ def val_loader(
         val_loader = ddpkit.val_loader(val_set, 32, classes=classes)
     """
     how = {"batch_sampler": ValSampler(dataset, batch_size)}
-    return _loader(dataset, classes, seed, workers, how, options)
-
-
-def _loader(
-    dataset: MapDataset,
-    classes: int | Sequence[str] | None,
-    seed: int,
-    count: int | None,
-    how: dict[str, Any],
-    options: dict[str, Any],
-) -> Loader:
-    taken = sorted(options.keys() & {"sampler", "batch_sampler", "shuffle"})
-    if taken:
-        raise UserError(
-            f"{taken[0]}=: ddpkit.train_loader and val_loader have samplers of their own; see "
-            "sample_weights=, or give DataLoader(...) the data set and your sampler"
-        )
-    how |= workers(count, devices.kind())
-    if classes is not None:
-        how["collate_fn"] = Collate()
-    return Loader(Seeded(dataset, classes, seed), **(how | options))
+    return Loader(dataset, classes, seed, workers, how, options)
 
 
 def workers(count: int | None, device: torch.device) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from ddpkit.ranks import devices
 class Batch(tuple):
     """(images, targets, ...), also of samples that are dicts."""
 
-    __slots__ = ()
-
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             raise UserError(

@@ -1,13 +1,12 @@
 """Loaders that are not of ddpkit: how the ranks share their batches, and read them again."""
 
-import contextlib
 import functools
 import itertools
 import pickle
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,8 +26,8 @@ AnyGenerator = (
 MOST_COMPARED = 32  # samples by which is judged whether the ranks' loaders are alike
 # Of loaders: how many ranks share each batch, and a checksum of their generators as they
 # were given: the first epoch seeds them.
-_turns: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-_checksums: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+_checksums: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
 
 class Reading:
@@ -59,15 +58,14 @@ class Reading:
         number: of the loader, if there are several, such that each draws numbers of its own.
         is_resumed: it has a state of its own, which it has been given back: it goes on by itself.
         """
-        sampler = getattr(batches, "sampler", None)
-        if isinstance(sampler, loading.TrainSampler):
-            steps, passes = divmod(done, sampler.accumulate)
-            found = batches.raw(epoch, steps * sampler.global_batch)
+        if isinstance(batches, loading.Loader) and batches.is_train:
+            steps, passes = divmod(done, batches.sampler.accumulate)
+            found = batches.raw(epoch, steps * batches.sampler.global_batch)
             return itertools.islice(batches.normalized(found), passes, None)
         if isinstance(batches, Sequence):
             return iter(batches[done:])
         if is_resumed:
-            return loading.started(batches)
+            return begun(batches, epoch)
         key = [self.seed, epoch, self._share(batches)]
         if number:
             key.append(number)
@@ -86,8 +84,12 @@ class Reading:
         has_own = any(hasattr(part, "num_replicas") for part in samplers)
         generators = generators_in(batches, *samplers)
         if generators:
-            states = [generator_state(each) for each in generators]
-            mine = _checksums.setdefault(batches, samples.checksum(states))
+            states = [
+                each.initial_seed() if isinstance(each, torch.Generator) else each
+                for each in generators
+            ]
+            checksum = zlib.crc32(pickle.dumps(states))
+            mine = _checksums.setdefault(batches, checksum)
             has_own = has_own or len(set(distributed.gather_objects(mine))) > 1
         return distributed.rank() if has_own or self.is_seeded_by_rank else 0
 
@@ -95,7 +97,7 @@ class Reading:
 class OtherSource:
     """What Run has to know of any other loader, whose batches the ranks share."""
 
-    def __init__(self, loader: Any, accumulate: int, seed: Any = 0) -> None:
+    def __init__(self, loader: Any, accumulate: int, seed: int = 0) -> None:
         self.accumulate = accumulate
         self.reading = Reading(seed)
         ranks = distributed.world_size()
@@ -160,15 +162,7 @@ class OtherSource:
             yield some[distributed.rank() % self.turn]
 
 
-class Seen(NamedTuple):
-    """Checksums of a loader's first batches, as one rank reads them."""
-
-    whole: int
-    labels: int  # and names and the like: what no augmentation changes
-    differ: bool  # the labels do
-
-
-def turns(loader: Any, begin: Callable[[], Iterator], use: str) -> int:
+def turns(loader: object, begin: Callable[[], Iterator], use: str) -> int:
     """Return of how many batches of a loader this rank takes one.
 
     1 if each rank has batches of its own. As many as there are ranks if all have the same, and take
@@ -179,24 +173,21 @@ def turns(loader: Any, begin: Callable[[], Iterator], use: str) -> int:
     """
     if _has_share(loader) or distributed.world_size() == 1:
         return 1
-    found = None
-    with contextlib.suppress(TypeError):  # a list cannot be looked up
-        found = _turns.get(loader)
-    if found is None:
-        found = _compare_ranks(loader, begin, use)
-        with contextlib.suppress(TypeError):
-            _turns[loader] = found
-    return found
+    if isinstance(loader, Sequence):  # which cannot be looked up
+        return _compare_ranks(loader, begin, use)
+    if loader not in _turns:
+        _turns[loader] = _compare_ranks(loader, begin, use)
+    return _turns[loader]
 
 
-def _compare_ranks(loader: Any, begin: Callable[[], Iterator], use: str) -> int:
+def _compare_ranks(loader: object, begin: Callable[[], Iterator], use: str) -> int:
     ranks = distributed.world_size()
     size = getattr(loader, "batch_size", None) or MOST_COMPARED
     count = -(-MOST_COMPARED // size)  # batches, rounded up
     mine = _look(itertools.islice(begin(), count))
     found = distributed.gather_objects(mine)
-    known = [each for each in found if each]
-    wholes = {each.whole for each in known}
+    known = list(filter(None, found))
+    wholes = {whole for whole, _, _ in known}
     has_empty = len(known) < ranks  # a rank's share may be that
     if len(wholes) < 2 and not has_empty:
         return ranks
@@ -205,11 +196,10 @@ def _compare_ranks(loader: Any, begin: Callable[[], Iterator], use: str) -> int:
             f"the {use} loader gives some ranks the same batches, and others their own: "
             "give all the same, or each its share, as DistributedSampler does"
         )
-    labels = {each.labels for each in known}
-    if has_empty or len(labels) > 1:
+    if has_empty or len({labels for _, labels, _ in known}) > 1:
         return 1
     # The images alone differ, which augmentation may do: labels that vary tell.
-    if known[0].differ:
+    if any(do_vary for _, _, do_vary in known):
         return ranks
     # Nothing else tells: do the images differ by chance, or are they others?
     again = _look(itertools.islice(begin(), count))
@@ -222,14 +212,16 @@ def _compare_ranks(loader: Any, begin: Callable[[], Iterator], use: str) -> int:
     )
 
 
-def _look(batches: Iterator) -> Seen | None:
+def _look(batches: Iterator) -> tuple[int, int, bool] | None:
+    """Return checksums of batches and of the labels in them, and whether labels vary."""
     read = list(batches)
     if not read:
         return None
+    # and names and the like: what no augmentation changes
     labels = [part for part in tree_leaves(read) if getattr(part, "ndim", 0) < 3]
     values = [part.tolist() for part in labels if getattr(part, "ndim", 0)]
-    differ = any(len(set(map(str, each))) > 1 for each in values)
-    return Seen(samples.checksum(read), samples.checksum(labels), differ)
+    do_vary = any(len(set(map(str, each))) > 1 for each in values)
+    return samples.checksum(read), samples.checksum(labels), do_vary
 
 
 def _has_share(loader: object) -> bool:
@@ -263,13 +255,16 @@ def samplers_of(loader: object) -> list:
 def begun(loader: Any, epoch: int, *key: int) -> Iterator:
     """Begin `epoch` of any loader, whose samplers and data set are told; return its batches.
 
-    key: decides the random numbers, of their own generators, too, which would go on elsewhere.
+    key: decides the random numbers, of their own generators, too, which would go on elsewhere;
+        without one nothing is seeded.
     """
     samplers = samplers_of(loader)
     for part in samplers:
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
     samples.tell_epoch(samples.dataset_of(loader), epoch)
+    if not key:
+        return loading.started(loader)
     drawing = [loader, *samplers]
     if not getattr(loader, "num_workers", 0):
         drawing.append(samples.dataset_of(loader))
@@ -289,19 +284,12 @@ def generators_in(*owners: object) -> list[AnyGenerator]:
     return [value for value in values if isinstance(value, AnyGenerator)]
 
 
-def generator_state(generator: AnyGenerator) -> object:
-    """Return what `generator` draws next depends on."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return zlib.crc32(pickle.dumps(generator))
-
-
 def _seed_generator(generator: AnyGenerator, value: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(value)
     elif isinstance(generator, np.random.Generator):
-        kind = type(generator.bit_generator)
-        generator.bit_generator.state = kind(value).state
+        own = generator.bit_generator
+        own.state = type(own)(value).state
     else:
         generator.seed(value % 2**32)
 

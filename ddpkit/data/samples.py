@@ -239,19 +239,18 @@ class Seeded(Dataset):
             self.twice[0] -= 1
             if checksum(sample) != checksum(self[key]):
                 self.twice[:] = [0, key.number + 1]
+                break
             if time.monotonic() > until:
                 self.twice[0] = 0
-            if not self.twice[0]:
                 break
         set_random_state(after)
 
     def say_unequal(self, batches: Iterator) -> Iterator:
         """Yield `batches`; say, once, if a sample was another when it was read again."""
         for batch in batches:
-            found = self.twice[1]  # by a worker
-            if found:
+            if self.twice[1]:  # a worker has found one
+                sample = name(self.dataset, self.twice[1] - 1)
                 self.twice[1] = 0
-                sample = name(self.dataset, found - 1)
                 distributed.print0(f"warning: {sample}: {DIFFERS}")
             yield batch
 
@@ -369,8 +368,8 @@ def places(dataset: Any, index: int) -> list[tuple[Any, int]]:
     From the outside to the inside, so that what somebody has put around a data set counts.
     """
     found = [(dataset, index)]
-    for part, at in _inner(dataset, index):
-        found += places(part, at)
+    for each, at in found:  # which grows
+        found += _inner(each, at)
     return found
 
 

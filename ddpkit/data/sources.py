@@ -11,7 +11,7 @@ from torch import nn
 
 from ddpkit.data import samples
 from ddpkit.data.format import NAME
-from ddpkit.data.loading import Loader, TrainSampler, ValSampler, batches_by_size
+from ddpkit.data.loading import Loader, TrainSampler, batches_by_size
 from ddpkit.data.normalizing import find_format, format_of, move, unpack
 from ddpkit.data.other_loaders import OtherSource, drawn, numbered, samplers_of, turns
 from ddpkit.data.samples import Key
@@ -32,18 +32,16 @@ def steps_per_epoch(loader: Any, accumulate: int) -> int:
 
 
 def find_source(
-    loader: Any, val_loader: Any, accumulate: int, seed: Any
+    loader: Any, val_loader: Any, accumulate: int, seed: int
 ) -> TrainSampler | OtherSource:
     """Return what Run has to know of its loader, in all of its epochs.
 
     Every rank has to call it.
     """
-    for each, kind in (loader, TrainSampler), (val_loader, ValSampler):
+    for each in loader, val_loader:
         if not isinstance(each, Loader):
             continue
-        if not isinstance(each.sampler, kind) and not isinstance(
-            each.batch_sampler, kind
-        ):
+        if each.is_train != (each is loader):
             raise UserError(
                 "Run(...) takes ddpkit.train_loader(...) and then ddpkit.val_loader(...): these "
                 "are exchanged"
@@ -58,12 +56,10 @@ def find_source(
         source = OtherSource(loader, accumulate, seed)
         source.say_how()
         return source
-    planned = loader.sampler.global_batch
-    found = (loader.batch_size or 0) * distributed.world_size() * accumulate
-    if planned != found:
+    if loader.sampler.accumulate != accumulate:
         raise UserError(
-            f"the training loader was made for steps of {planned} images, Run(...) takes "
-            f"{found}: give both the same accumulate"
+            f"the training loader was made with accumulate={loader.sampler.accumulate}, Run(...) "
+            f"with {accumulate}: give both the same"
         )
     return loader.sampler
 

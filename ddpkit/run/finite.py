@@ -1,32 +1,30 @@
 """Whether losses and weights are numbers, before they are saved."""
 
 import shlex
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
-
-if TYPE_CHECKING:
-    from ddpkit.run.loop import Run
+from ddpkit.run.resuming import Checkpoints
 
 
-def check_weights(model: nn.Module, run: "Run") -> None:
+def check_weights(model: nn.Module, run: Checkpoints) -> None:
     """Raise a UserError unless all weights are finite; to call on all ranks; one device read."""
     names: list[str] = []
     each: list[Tensor] = []
     for name, weight in model.named_parameters():
         names.append(name)
-        each.append(weight.isfinite().all().to(run.device))
-    finite = distributed.reduce_tensor(torch.stack(each).int(), "min").tolist()
+        each.append(weight.isfinite().all())
+    are_finite = torch.stack([one.to(each[0].device) for one in each])
+    finite = distributed.reduce_tensor(are_finite.int(), "min").tolist()
     if not all(finite):
         what = names[finite.index(0)]
         raise not_finite(what, distributed.rank(), run)
 
 
-def check_losses(totals: Tensor, run: "Run") -> None:
+def check_losses(totals: Tensor, run: Checkpoints) -> None:
     """Raise a UserError unless sums of losses, (2,) or (ranks, 2), are finite."""
     fine = totals.isfinite().all(-1)
     if fine.all():
@@ -40,7 +38,7 @@ def check_losses(totals: Tensor, run: "Run") -> None:
     raise not_finite(what, rank, run)
 
 
-def not_finite(what: str, rank: int, run: "Run") -> UserError:
+def not_finite(what: str, rank: int, run: Checkpoints) -> UserError:
     epoch = run.epoch + 1
     step = run.done or 1
     folder = run.folder.path

@@ -268,7 +268,7 @@ MISUSES = {  # more of a step: test_own_steps.py
         [(JUDGE, JUDGE.replace("model", "__import__('copy').deepcopy(model)"))],
         "loop.end_epoch",
     ),
-    "another order": ([(SAMPLER, "        shuffle=True,\n")], "loading.loader"),
+    "another order": ([(SAMPLER, "        shuffle=True,\n")], "loading.init"),
     "leaves": (
         [(INSIDE, f"        if run.step == 3 and rank == 1: break\n{INSIDE}")],
         "loop.means",

@@ -528,7 +528,7 @@ def test_weights_of_samples() -> None:
     for wrong in ([1.0] * 799, [-1.0] + [1.0] * 799, [0.0] * 800, [float("nan")] * 800):
         with refusal("loading.cumulate", "800 numbers"):
             ddpkit.train_loader(range(800), 8, sample_weights=wrong)
-    with refusal("loading.loader", "shuffle", "sample_weights="):
+    with refusal("loading.init", "shuffle", "sample_weights="):
         ddpkit.train_loader(range(800), 8, shuffle=True)
 
 

@@ -305,7 +305,7 @@ def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
     assert "batches of its own and takes them all, 6 in all" in said
     val = plain[plain.index("    val_loader = ") : plain.index("    # The network")]
     other = f"    val_loader = DataLoader(val_set, 4, {sampler}(val_set))\n"
-    text = plain.replace(val, other).replace("val_loader.dataset.channels", "3")
+    text = plain.replace(val, other).replace("val_loader.channels", "3")
     main.write_text(text)
     own.run("repeats").refused("sources.dealt", "DistributedSampler")
 

@@ -126,16 +126,16 @@ def draw_example(
 ) -> None:
     """Draw one image with its prediction and its true class on matplotlib `axes`.
 
-    image: uint8 (3, H, W). target: int64 scalar, or float (classes,). logits: float (classes,). Of
-    a regression both are a float.
+    image: uint8 (3, H, W). target: int64 scalar, or float (classes,). logits: float (classes,);
+    of a regression one number each.
     """
-    if target.ndim:  # several labels
+    if logits.numel() == 1:  # a regression
+        title = guess = f"{logits.item():.4g}"
+        truth = f"{target.item():.4g}"
+    elif target.ndim:  # several labels
         guess = "; ".join(itertools.compress(classes, logits > 0)) or "none"
         truth = "; ".join(itertools.compress(classes, target > 0.5)) or "none"
         title = guess
-    elif target.is_floating_point():  # a regression
-        title = guess = f"{logits.item():.4g}"
-        truth = f"{target.item():.4g}"
     else:
         guess = classes[int(logits.argmax())]
         truth = classes[int(target)]
