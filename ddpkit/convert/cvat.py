@@ -21,6 +21,7 @@ from ddpkit.convert.shapes import (
     box_outline,
     fill_counts,
     is_outline,
+    numbers_of,
     oval,
     to_points,
     turned,
@@ -110,11 +111,6 @@ def element_shape(
     label = given.get("label", "")
     place = f"{place}, a {kind} of {label}"
 
-    def numbers(*names: str) -> list[float]:
-        return (
-            to_points([given.get(each) for each in names], place).reshape(-1).tolist()
-        )
-
     if kind == "tag":
         return None
     if kind not in ("polygon", "box", "ellipse", "mask"):
@@ -128,13 +124,16 @@ def element_shape(
         points = to_points(pairs, place)
         shape.outlines = [points] if is_outline(points, place, found.skipped) else []
     elif kind == "box":
-        corners = box_outline(*numbers("xtl", "ytl", "xbr", "ybr"))
+        corners = box_outline(*numbers_of(given, place, "xtl", "ytl", "xbr", "ybr"))
         shape.outlines = [turned(corners, degrees)]
     elif kind == "ellipse":
-        x, y, width, height = numbers("cx", "cy", "rx", "ry")
+        x, y, width, height = numbers_of(given, place, "cx", "cy", "rx", "ry")
         shape.outlines = [turned(oval((x, y), (width, height)), degrees)]
     else:
-        box = [int(value) for value in numbers("left", "top", "width", "height")]
+        box = [
+            int(value)
+            for value in numbers_of(given, place, "left", "top", "width", "height")
+        ]
         shape.area = boxed_area(given.get("rle", ""), box, place)
     return shape
 

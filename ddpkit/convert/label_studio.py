@@ -14,6 +14,7 @@ from ddpkit.convert.shapes import (
     Shape,
     box_outline,
     is_outline,
+    numbers_of,
     oval,
     to_points,
     turned,
@@ -141,11 +142,6 @@ def result_shapes(
     place = f"{place}, {kind}"
     scale = np.array(size[::-1]) / 100
 
-    def numbers(*names: str) -> list[float]:
-        return (
-            to_points([value.get(each) for each in names], place).reshape(-1).tolist()
-        )
-
     if kind == "brushlabels":
         return []
     if kind == "polygonlabels":
@@ -154,14 +150,14 @@ def result_shapes(
             return []
         points = points * scale
     elif kind == "rectanglelabels":
-        left, top, width, height = numbers("x", "y", "width", "height")
+        left, top, width, height = numbers_of(value, place, "x", "y", "width", "height")
         points = box_outline(left, top, left + width, top + height) * scale
         # about its first corner
         corner = points[0].copy()
         points = turned(points, float(value.get("rotation") or 0))
         points += corner - points[0]
     else:
-        x, y, across, down = numbers("x", "y", "radiusX", "radiusY")
+        x, y, across, down = numbers_of(value, place, "x", "y", "radiusX", "radiusY")
         points = oval((x, y), (across, down)) * scale
         points = turned(points, float(value.get("rotation") or 0))
     return [

@@ -5,7 +5,7 @@ drawn first, so that the smaller ones lie over them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,6 +116,11 @@ def to_points(values: object, place: str) -> np.ndarray:
             f"{place}: its outline is no list of x, y, x, y, ...; repair or remove it"
         )
     return points
+
+
+def numbers_of(values: Mapping, place: str, *names: str) -> list[float]:
+    """Return those of these names, an even count; a UserError if one is none."""
+    return to_points([values.get(name) for name in names], place).reshape(-1).tolist()
 
 
 def box_outline(left: float, top: float, right: float, bottom: float) -> np.ndarray:

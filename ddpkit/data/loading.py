@@ -136,7 +136,7 @@ class ValSampler(Sampler[list[Key]]):
 class Loader(DataLoader):
     """What `train_loader` and `val_loader` return; it yields what a network takes, on the CPU.
 
-    Workers start anew in each epoch, which takes forks milliseconds: they have the data set as it
+    Workers start anew in each epoch, as torch's own do by default: they have the data set as it
     is in this process then.
 
     dataset: the data set as it was given.

@@ -513,7 +513,7 @@ class Run(Checkpoints):
         if isinstance(loss, Tensor):
             loss = loss.detach()
         self.first_steps.judge_step(loss, count)
-        self.sums.add(loss, count, sums)
+        self.sums.add_step(loss, count, sums)
         self.step += 1
         self.done += 1
         self.seen += self.source.global_batch
@@ -580,7 +580,7 @@ class Run(Checkpoints):
         row = self._agreed(checkpoint.to_plain(dict(row)))
         self.epoch += 1
         self.done = self.seen = 0
-        self.sums.begin_epoch()
+        self.sums.clear()
         self._begin_epoch()
         position = {"epoch": self.epoch, "step": self.step}
         self.history.append({**position, **row, **self.speed})
@@ -664,7 +664,7 @@ class Run(Checkpoints):
         state |= self.about
         state |= self.source.order
         state |= self.chosen.state()
-        state |= self.sums.state(losses)
+        state |= self.sums.taken(losses)
         state |= {
             "global_batch": self.source.global_batch,
             "seen": self.seen,

@@ -22,9 +22,9 @@ class Sums:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.place = devices.for_sums(device)
-        self.begin_epoch()
+        self.clear()
 
-    def begin_epoch(self) -> None:
+    def clear(self) -> None:
         self.rows = {LOSS: self._row()}
         self.means = {LOSS}
         # what is to be added, in the order of the steps, still on the device
@@ -34,7 +34,7 @@ class Sums:
     def _row(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64, device=self.place)
 
-    def add(
+    def add_step(
         self, loss: Tensor | float, count: Tensor | float, named: Mapping[str, Any]
     ) -> None:
         """Add those of a step: of losses a mean, whose mean over the ranks is that of the step.
@@ -92,7 +92,7 @@ class Sums:
             found[name] = total
         return found
 
-    def state(self, losses: Tensor) -> State:
+    def taken(self, losses: Tensor) -> State:
         """Return what a checkpoint keeps; losses: of all ranks, (ranks, 2)."""
         self._add_pending()
         sums = {}

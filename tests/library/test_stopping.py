@@ -295,7 +295,7 @@ def test_no_restart_after_a_signal(tmp_path):
     def act() -> None:
         os.environ.update(NPROC="1", MAX_RESTARTS="1")
         sys.argv = ["launch"]
-        sys.exit(launch.main(str(script)))
+        sys.exit(launch.main([str(script)]))
 
     launcher = fork(act, tmp_path / "said")
     wait_for((tmp_path / "ready").exists)

@@ -98,29 +98,38 @@ def test_ddpkit() -> None:
 
 def test_a_name_is_for_one_thing() -> None:
     """At most two functions, methods or classes have it, but for what torch and commands call."""
-    given = {"main", "forward", "compute", "update"}
+    given = {"main", "forward", "compute", "update", "state_dict", "load_state_dict"}
     found: dict[str, set[str]] = {}
+    of_bases = methods_of_bases()
     for path, tree in TREES.items():
-        of_bases = methods_of_bases(tree)
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef | ast.ClassDef):
                 continue
             if node.name in given or node.name.startswith("__"):
                 continue
             # An overridden method is its base's.
-            line = 0 if node.name in of_bases else node.lineno
-            found.setdefault(node.name, set()).add(f"{path.name}:{line}")
+            place = of_bases.get((path, node.name), f"{path.name}:{node.lineno}")
+            found.setdefault(node.name, set()).add(place)
     assert not {name: places for name, places in found.items() if len(places) > 2}
 
 
-def methods_of_bases(tree: ast.Module) -> set[str]:
-    """The methods of the classes in a file from which others in it are derived."""
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    bases = {ast.unparse(base) for node in classes for base in node.bases}
-    found = set()
-    for node in classes:
-        if node.name in bases:
-            found |= {each.name for each in node.body if hasattr(each, "name")}
+def methods_of_bases() -> dict[tuple[Path, str], str]:
+    """By file and name of a method of a class, or of one derived from it: the base."""
+    classes = []
+    for path, tree in TREES.items():
+        classes += [
+            (path, each) for each in ast.walk(tree) if isinstance(each, ast.ClassDef)
+        ]
+    derived: dict[str, list[Path]] = {}
+    for path, node in classes:
+        for base in node.bases:
+            derived.setdefault(ast.unparse(base), []).append(path)
+    found = {}
+    for path, node in classes:
+        for each in node.body if node.name in derived else ():
+            if isinstance(each, ast.FunctionDef):
+                for place in (path, *derived[node.name]):
+                    found[place, each.name] = node.name
     return found
 
 
