@@ -521,6 +521,17 @@ def test_several_labels(tmp_path: Path) -> None:
         assert all((out / path).is_file() for path, _ in rows[1:])
 
 
+def test_a_label_that_comes_twice(tmp_path: Path) -> None:
+    """It is one label, and the set not one of several."""
+    source = tmp_path / "set"
+    for name in "ab":
+        save(source / f"{name}.jpg")
+    write(source / "labels.csv", "image,label\na.jpg,cat; cat\nb.jpg,dog\n")
+    convert.main([str(source), str(tmp_path / "out")])
+    expected = {"train/cat": ["a.jpg"], "train/dog": ["b.jpg"]}
+    assert folders_of(tmp_path / "out") == expected
+
+
 def broken(root: Path, kind: str) -> None:
     """Make a set, and spoil it."""
     if kind == "unknown":
