@@ -144,6 +144,21 @@ def test_normalization() -> None:
         _ = Format(channels=4).statistics
 
 
+def test_what_is_shown() -> None:
+    """In grey or the first three channels; a few values that stand out do not darken the rest."""
+    values = torch.linspace(0, 1, 1000).view(1, 20, 50)
+    values[0, 0, 0] = -100
+    values[0, -1, -1] = 100
+    shown = images.visible(values)
+    assert shown.dtype == torch.uint8
+    assert shown.shape == (3, 20, 50)
+    assert torch.equal(shown[0], shown[2])
+    assert shown.float().std() > 70
+    several = values.expand(5, -1, -1) * torch.arange(5)[:, None, None]
+    assert images.visible(several)[0].max() == 0
+    assert torch.equal(images.visible(several)[2], shown[0])
+
+
 @pytest.mark.parametrize("channels", [1, 5])
 def test_first_convolution(channels: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Pretrained weights of RGB become those that timm makes of them; the rest is copied."""

@@ -71,6 +71,22 @@ def test_what_is_kept(tmp_path: Path) -> None:
     }
 
 
+def test_a_folder_of_another_run(tmp_path: Path) -> None:
+    """It is refused, whatever is to be resumed."""
+    other = tmp_path / "other.pt"
+    other.touch()
+    assert files.lock(tmp_path / ".lock")
+
+    @on_ranks(1)
+    def begin() -> None:
+        files.time.sleep = lambda _: None
+        for resume in "auto", "never", str(other):
+            with refusal("folder.lock", tmp_path, "another run"):
+                RunFolder(tmp_path, resume).find_checkpoint()
+
+    begin()
+
+
 def test_disks_of_their_own(tmp_path: Path) -> None:
     """All ranks go on from the newest checkpoint, whichever rank's disk has it."""
     for epochs in (2, 1), (1, 2), (None, 2):

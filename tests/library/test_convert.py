@@ -201,20 +201,25 @@ def cvat_xml(root: Path) -> Expected:
 
 
 def label_studio(root: Path) -> Expected:
-    """An outline in %, and a brush in a PNG."""
+    """An outline in %, a box that is turned about its first corner, and a brush in a PNG."""
     points = [
         [100 * x / WIDTH, 100 * y / HEIGHT]
         for x, y in zip(LARGE[::2], LARGE[1::2], strict=True)
     ]
     result = {"type": "polygonlabels", "value": {"points": points}}
     result["value"]["polygonlabels"] = ["cat"]
-    done = {"id": 5, "result": [result, {"type": "brushlabels", "value": {}}]}
+    size = {"width": 300 / WIDTH, "height": 200 / HEIGHT, "rotation": 90}
+    box = {"x": 1500 / WIDTH, "y": 100 / HEIGHT, **size, "rectanglelabels": ["cat"]}
+    results = [result, {"type": "rectanglelabels", "value": box}]
+    done = {"id": 5, "result": [*results, {"type": "brushlabels", "value": {}}]}
     task = {"id": 3, "data": {"image": "/data/upload/1/0123abcd-a.png"}}
     write(root / "project.json", [task | {"annotations": [done]}])
     brush = inside(SMALL).astype(np.uint8) * 255
     save(root / "task-3-annotation-5-by-1-tag-dog-0.png", brush)
     save(root / "images/a.png")
-    return {"train/a": two_boxes()}
+    expected = two_boxes()
+    expected[1:4, 13:15] = 1
+    return {"train/a": expected}
 
 
 def palette_mask(path: Path, mask: np.ndarray) -> None:
@@ -519,6 +524,17 @@ def test_several_labels(tmp_path: Path) -> None:
         found = {Path(path).stem: label for path, label in rows[1:]}
         assert found == {"a": "cat;dog", "b": "dog", "c": ";"}
         assert all((out / path).is_file() for path, _ in rows[1:])
+
+
+def test_a_label_that_comes_twice(tmp_path: Path) -> None:
+    """It is one label, and the set not one of several."""
+    source = tmp_path / "set"
+    for name in "ab":
+        save(source / f"{name}.jpg")
+    write(source / "labels.csv", "image,label\na.jpg,cat; cat\nb.jpg,dog\n")
+    convert.main([str(source), str(tmp_path / "out")])
+    expected = {"train/cat": ["a.jpg"], "train/dog": ["b.jpg"]}
+    assert folders_of(tmp_path / "out") == expected
 
 
 def broken(root: Path, kind: str) -> None:

@@ -46,6 +46,7 @@ def recolor(mask: np.ndarray) -> np.ndarray:
     [
         ("\n é b \r\n\r\nvoids\r\n", ["é b", "voids"], None),
         ("a\nVoid\nb", ["a", "b"], None),
+        ("# two\na # the first\nb#1\n  # c", ["a", "b#1"], None),
         ("a = 0\nb = 1\na = 2", ["a", "b"], None),
         ("a = 1 2 3\nb = 0 0 0\na = 3 2 1", ["a", "b"], [[1, 2, 3], [0, 0, 0]]),
         ("void = 7\nb = -1\na = 300", ["b", "a"], None),

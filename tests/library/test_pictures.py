@@ -62,7 +62,7 @@ def test_names_that_the_font_lacks(
 
 
 @pytest.mark.parametrize("sides", [(), (5, 4)], ids=["labels", "masks"])
-@pytest.mark.parametrize("ranks", [3, 11])
+@pytest.mark.parametrize("ranks", [1, 3, 11])
 def test_worst_on_any_number_of_ranks(
     sides: tuple[int, ...], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

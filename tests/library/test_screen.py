@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import random
 import re
@@ -20,7 +21,7 @@ from PIL import Image
 import ddpkit
 from ddpkit.run import mistakes, pictures, reporting
 from ddpkit.run.mistakes import Mistakes
-from ddpkit.run.rows import EpochLines
+from ddpkit.run.rows import EpochLines, best_row
 
 
 def columns(header: str, line: str) -> dict[str, str]:
@@ -248,6 +249,15 @@ def compare(folder: Path, *words: str) -> Done:
     path = os.pathsep.join([str(folder / "no torch"), str(ROOT)])
     command = [sys.executable, "-m", "ddpkit", "compare", *words]
     return Command(command, folder, PYTHONPATH=path).end()
+
+
+def test_the_best_row() -> None:
+    """By the direction, the first of equal ones; rows without the number do not count."""
+    scores = math.nan, 2.0, 1.0, 3.0, "text", 1.0, 3.0
+    found = [{"epoch": n, "score": score} for n, score in enumerate(scores)]
+    assert best_row(found, "score", "max") == found[3]
+    assert best_row(found, "score", "min") == found[2]
+    assert best_row(found, "other", "min") is None
 
 
 def test_compare(project: Project, trained: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -330,6 +331,24 @@ def test_rows_of_a_report_that_goes_on(tmp_path: Path) -> None:
     assert [row["top5"] for row in rows(tmp_path)] == ["", "0.875", "none"]
     assert [row["note"] for row in rows(tmp_path)] == ["007", "12e5", ""]
     assert scalars(tmp_path / "epochs")["top1"] == {1: 0.5, 2: 0.75, 3: 1.0}
+
+
+@on_ranks(2)
+def test_the_rank_that_waits_longest(tmp_path: Path) -> None:
+    """What it waits for batches is what all ranks report."""
+    report = Reporter(tmp_path, epochs=1, device=CPU)
+    seconds = 0.2 * distributed.rank()
+
+    def batches() -> Iterator[int]:
+        for number in range(2):
+            time.sleep(seconds)
+            yield number
+
+    for _ in report.progress(batches(), 0, 2, 1):
+        pass
+    speed = report.speed()
+    found = distributed.gather_objects(speed["data_wait"] * speed["train_seconds"])
+    assert min(found) > 0.35
 
 
 @on_ranks(1)

@@ -105,7 +105,7 @@ def test_five_channels(project: Project, tmp_path: Path) -> None:
         net += ["--arch", "squeezenet1_1"]
     done = project.train(data, out, net, on=1)
     done.refused("images.reading", "0.tif", '"channels"')
-    (data / "data.json").write_text('{"channels": 5}')
+    (data / "data.json").write_text('{"channels": 5, "value_range": [0, 65535]}')
     done = project.train(data, out, net, on=1)
     done.refused("format.statistics", "check DIR --write")
     project.run(data, "--workers", 0, "--write", script="ddpkit check", on=1).ok()
@@ -131,7 +131,7 @@ def test_five_channels(project: Project, tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     held = session.get_modelmeta().custom_metadata_map
     assert held["channels"] == "5"
-    for name in "mean", "std":
+    for name in "mean", "std", "value_range":
         assert json.loads(held[name]) == given[name]
     images = np.random.default_rng(0).random((4, 5, 64, 64), np.float32)
     assert session.run(["logits"], {"images": images})[0].shape == (4, 2)

@@ -199,7 +199,7 @@ def test_an_export_that_differs(
 def test_a_network_of_several_outputs(
     project: Project, trained: Path, tmp_path: Path
 ) -> None:
-    """What it predicts is that of its logits; layers are looked for where they can be."""
+    """What it predicts is that of its logits; a checkpoint's --tta is that of predict.py."""
 
     def wrap() -> None:
         import model
@@ -214,15 +214,30 @@ def test_a_network_of_several_outputs(
                 logits = self.net(images)
                 return {"aux": logits.sum(), "out": logits}
 
+        infer = model.infer
+
+        def with_flags(*given: Any) -> torch.Tensor:
+            assert given[-1].tta
+            return infer(*given)
+
+        model.infer = with_flags
         build = model.build_model
         model.build_model = lambda *given: Several(build(*given))
 
     images = trained.parent / "set" / "val"
+    best = trained / "best.pt"
+    own = tmp_path / "own.pt"
+    state = torch.load(best, weights_only=True)
+    state["args"]["tta"] = True
+    torch.save(state, own)
     found = {}
-    for name, patch in ("one", None), ("several", wrap):
+    for name, patch, path, more in (
+        ("one", None, best, ["--tta"]),
+        ("several", wrap, own, []),
+    ):
         out = tmp_path / name
-        words = [images, "--output", out, "--tta"]
-        predict(project, words, checkpoint=trained / "best.pt", patch=patch).ok()
+        words = [images, "--output", out, more]
+        predict(project, words, checkpoint=path, patch=patch).ok()
         paths = (path for path in out.rglob("*") if path.is_file())
         found[name] = {path.relative_to(out): path.read_bytes() for path in paths}
     assert found["one"] == found["several"]
