@@ -774,7 +774,7 @@ def test_one_value_to_normalize() -> None:
         with pytest.raises(ValueError) as caught:
             layer(one[:, :1] if isinstance(layer, nn.GroupNorm) else one)
         line = str(failures._of_torch(caught.value))
-        assert "larger batches or images" in line
+        assert "use larger batches or images" in line
         assert "drop_last=True" in line
 
 
@@ -795,7 +795,7 @@ def test_what_torch_says_of_other_mistakes() -> None:
 
     for act, words in (
         (lambda: net(torch.zeros(1, 3, 4, 4)), "channels"),
-        (step_too_often, "--epochs"),
+        (step_too_often, "keep the number of epochs"),
         (ignore_a_share, "no ignore_index"),
     ):
         with pytest.raises((RuntimeError, ValueError)) as caught:
