@@ -19,7 +19,7 @@ import ddpkit
 from flags import parse_args
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    ddpkit.before_imports(parse_args, needs="2.0")
+    ddpkit.before_imports(parse_args, needs="3.0")
 
 import torch
 from torch import Tensor, nn

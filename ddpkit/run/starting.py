@@ -29,7 +29,7 @@ def before_imports(
     of which the first number is that for which the script is written.
 
         if __name__ == "__main__":
-            ddpkit.before_imports(parse_args, needs="2.1")
+            ddpkit.before_imports(parse_args, needs="3.0")
     """
     gc.set_threshold(SELDOM)  # of new objects; the other two remain
     handlers.install_handlers()

@@ -18,12 +18,12 @@ IMPORTS = "\n\ndef main(argv"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr, fused=True)"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
 OF_LOSS = "    loss_module = build_criterion(args, train_set, classes)\n"
-INSIDE = "        batches = [\n"
-AUTOCAST = "                with recipe.autocast(args.amp, images.device):\n"
-FORWARD = "                    outputs = ddp_model(images)"
-BACKWARD = "                scaler.scale(loss).backward()\n"
+INSIDE = "        # Batches hold unequal numbers of labelled pixels"
+AUTOCAST = "            with recipe.autocast(args.amp, images.device):\n"
+FORWARD = "                outputs = ddp_model(images)"
+BACKWARD = "            scaler.scale(loss).backward()\n"
 ZERO = "        optimizer.zero_grad()\n"
-FIRST = "        losses: list[Tensor] = []\n"  # before the passes of a step
+FIRST = "        loss_sum = 0.0\n"  # before the passes of a step
 END = "        run.end_step("
 EVALUATION = (
     "            results, confusion, worst = evaluate(\n                model, val"
@@ -33,7 +33,7 @@ TO_DEVICE = "    model = model.to(device).to("
 SETS = "    val_loader = ddpkit.val_loader("
 EVALUATED = "        worst.update(logits, targets, indices)\n"
 NORM = "            results['norm'] = float(sum(map(torch.norm, model.parameters())))\n"
-TERM = "                loss = loss + 1e-4 * sum(map(torch.norm, ddp_model.parameters()))\n"
+TERM = "            loss = loss + 1e-4 * sum(map(torch.norm, ddp_model.parameters()))\n"
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD(groups, lr, momentum=0.9, nesterov=True)",
     "adam": "torch.optim.Adam(groups, lr, amsgrad=True)",
@@ -106,7 +106,7 @@ EDITS += [
             TO_DEVICE,
             "    forward = model.forward\n    model.forward = lambda x: (forward(x), x.mean())\n",
         )
-        + replaced(FORWARD, "                    outputs, _ = ddp_model(images)"),
+        + replaced(FORWARD, "                outputs, _ = ddp_model(images)"),
     ),
     Edit(
         "leaves the loop early",
@@ -118,7 +118,7 @@ EDITS += [
         "images",
         before(
             AUTOCAST,
-            "                images = images + 0.01 * torch.randn_like(images)\n",
+            "            images = images + 0.01 * torch.randn_like(images)\n",
         ),
     ),
     Edit(

@@ -105,9 +105,9 @@ def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) 
             "EXPECTED": f"{library}/__init__.py",
         }
         done = own.process(command, flags, **env).ok()
-        assert f"ddpkit 2.0.0 in {library}\n" in done.out
+        assert f"ddpkit 3.0.0 in {library}\n" in done.out
         versions = json.loads((tmp_path / "out" / "args.json").read_text())["versions"]
-        assert versions["ddpkit"] == f"2.0.0 in {library}"
+        assert versions["ddpkit"] == f"3.0.0 in {library}"
         digests.add(digest(tmp_path / "out"))
 
     assert str(copy) in own.copy_command().ok().out
@@ -126,11 +126,11 @@ def test_what_is_missing(own: Installed, project: Project, tmp_path: Path) -> No
     done = own.process(own.python, "-m", "ddpkit", "copy", cwd=tmp_path)
     done.refused("__main__.copy", tmp_path)
     text = (own.folder / "main.py").read_text()
-    assert text.count('needs="2.0"') == 1
-    (own.folder / "main.py").write_text(text.replace('needs="2.0"', 'needs="2.10"'))
+    assert text.count('needs="3.0"') == 1
+    (own.folder / "main.py").write_text(text.replace('needs="3.0"', 'needs="3.10"'))
     remedy = "pip install -r requirements.txt"
     done = own.process(own.folder / "launch.sh")
-    done.refused("starting.check_itself", "ddpkit 2.0.0", "2.10", remedy)
+    done.refused("starting.check_itself", "ddpkit 3.0.0", "3.10", remedy)
     before_pip = run([own.folder / "launch.sh"])  # after cookiecutter alone
     before_pip.refused("", "no ddpkit", remedy)
 

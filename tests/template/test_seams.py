@@ -189,7 +189,6 @@ EXCLUSIVE = {
     ("parts", "regression"),
     ("regression", "parts"),
     ("regression", "heatmap"),
-    ("parts", "discriminator"),
 }
 
 
@@ -413,6 +412,43 @@ def test_metrics_for_thin_objects(edited: Callable[[str], Edited]) -> None:
             assert float(metric.compute()[number]) == pytest.approx(expected)
 
     thin.project.here(compare).ok()
+
+
+@pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
+def test_training_accuracy(project: Project, edited: Callable[[str], Edited]) -> None:
+    """It is of all ranks and steps, also of those before a resume."""
+    counted = edited("accuracy")
+    counted.result(epochs=2)
+    name = {TASKS[0]: "train_top1", TASKS[1]: "train_accuracy"}[project.task]
+    shares = [float(row[name]) for row in rows(counted.out / "whole")]
+    assert 0 < sum(shares) < 2
+    if project.task == TASKS[0]:
+        right = [share * 24 for share in shares]  # of three steps of eight images
+        assert right == pytest.approx([round(number) for number in right])
+
+
+def test_a_counter(edited: Callable[[str], Edited]) -> None:
+    """It ends the run after five epochs that are no better, also if it has been resumed."""
+    counter = edited("counter")
+    main = counter.folder / "main.py"
+    # that no epoch is lower by
+    main.write_text(main.read_text().replace("lowest - 0.001", "lowest - 99"))
+    words = ["--epochs", 9, "--save-every", 2]
+    counter.run("whole", words).ok()
+    assert len(rows(counter.out / "whole")) == 6
+    assert counter.run("killed", words, stop=14).status == -9
+    for _ in range(2):  # the second time there is nothing left to do
+        counter.run("killed", words).ok()
+        assert digest(counter.out / "whole") == digest(counter.out / "killed")
+
+
+@pytest.mark.parametrize("project", TASKS[:1], indirect=True)
+def test_regression(edited: Callable[[str], Edited]) -> None:
+    numbers = edited("regression")
+    assert numbers.result()["mae"] > 0
+    out = numbers.out / "drawn"
+    numbers.project.train(numbers.data, out, on=1, draws=True).ok()
+    assert (out / "examples.png").exists()
 
 
 def test_a_flag(edited: Callable[[str], Edited]) -> None:
