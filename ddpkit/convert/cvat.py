@@ -124,15 +124,15 @@ def element_shape(
         points = to_points(pairs, place)
         shape.outlines = [points] if is_outline(points, place, found.skipped) else []
     elif kind == "box":
-        corners = box_outline(*numbers_of(given, place, "xtl", "ytl", "xbr", "ybr"))
+        corners = box_outline(*numbers_of(given.get, place, "xtl", "ytl", "xbr", "ybr"))
         shape.outlines = [turned(corners, degrees)]
     elif kind == "ellipse":
-        x, y, width, height = numbers_of(given, place, "cx", "cy", "rx", "ry")
+        x, y, width, height = numbers_of(given.get, place, "cx", "cy", "rx", "ry")
         shape.outlines = [turned(oval((x, y), (width, height)), degrees)]
     else:
         box = [
             int(value)
-            for value in numbers_of(given, place, "left", "top", "width", "height")
+            for value in numbers_of(given.get, place, "left", "top", "width", "height")
         ]
         shape.area = boxed_area(given.get("rle", ""), box, place)
     return shape

@@ -150,14 +150,18 @@ def result_shapes(
             return []
         points = points * scale
     elif kind == "rectanglelabels":
-        left, top, width, height = numbers_of(value, place, "x", "y", "width", "height")
+        left, top, width, height = numbers_of(
+            value.get, place, "x", "y", "width", "height"
+        )
         points = box_outline(left, top, left + width, top + height) * scale
         # about its first corner
         corner = points[0].copy()
         points = turned(points, float(value.get("rotation") or 0))
         points += corner - points[0]
     else:
-        x, y, across, down = numbers_of(value, place, "x", "y", "radiusX", "radiusY")
+        x, y, across, down = numbers_of(
+            value.get, place, "x", "y", "radiusX", "radiusY"
+        )
         points = oval((x, y), (across, down)) * scale
         points = turned(points, float(value.get("rotation") or 0))
     return [

@@ -5,7 +5,7 @@ drawn first, so that the smaller ones lie over them.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,9 +118,9 @@ def to_points(values: object, place: str) -> np.ndarray:
     return points
 
 
-def numbers_of(values: Mapping, place: str, *names: str) -> list[float]:
-    """Return those of these names, an even count; a UserError if one is none."""
-    return to_points([values.get(name) for name in names], place).reshape(-1).tolist()
+def numbers_of(get: Callable, place: str, *names: str) -> list[float]:
+    """Return what `get` has of these names, an even count; a UserError if one is none."""
+    return to_points([get(name) for name in names], place).reshape(-1).tolist()
 
 
 def box_outline(left: float, top: float, right: float, bottom: float) -> np.ndarray:

@@ -245,7 +245,10 @@ def check_cleared(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_slopes(
-    slopes: Sequence[tuple[Tensor, Tensor]], count: Tensor, passes: int, scale: float
+    slopes: Sequence[tuple[Tensor, Tensor]],
+    count: Tensor | float,
+    passes: int,
+    scale: float,
 ) -> None:
     """Raise a UserError if the gradients of a step are of no mean over the labels of all ranks.
 

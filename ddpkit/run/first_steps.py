@@ -54,7 +54,7 @@ class FirstSteps:
             watch = criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
             self.hooks.append(watch)
 
-    def judge_step(self, loss: Tensor | float, count: Tensor) -> None:
+    def judge_step(self, loss: Tensor | float, count: Tensor | float) -> None:
         """Raise a UserError, or say a line, if the step is wrong.
 
         loss: of this rank's batches. count: of labels of all ranks.
@@ -111,7 +111,7 @@ class FirstSteps:
                     "right only if its zero_grad() comes before its own backward()"
                 )
 
-    def _check_first(self, loss: Tensor | float, count: Tensor) -> None:
+    def _check_first(self, loss: Tensor | float, count: Tensor | float) -> None:
         replicas.check_slopes(self.slopes, count, self.passes, self.scale)
         masks.say_void(self.masks)
         self.masks.clear()
