@@ -1,0 +1,176 @@
+"""What `Run` keeps beside its parts, and says of a loop: of a run that dies in mid-epoch."""
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from generated import refusal
+from ranks import draw_nothing, on_ranks
+from test_decisions import CLASSES, Killed, Points
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import ddpkit
+from ddpkit.data import samples
+from ddpkit.ranks import distributed
+
+EPOCHS = 2
+
+
+class More(Points):
+    def __len__(self) -> int:
+        return 27
+
+
+class Counting(nn.Module):
+    """A loss that training changes."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.requires_grad:
+            self.calls += 1
+        losses = nn.functional.cross_entropy(outputs, targets, reduction="sum")
+        return losses * self.calls
+
+    def count(self, targets: Tensor) -> int:
+        return len(targets)
+
+
+def train(out: Path, dies_after: int = 0) -> tuple[Any, list, ddpkit.Run]:
+    """Return the numbers that are kept, all else that a run has come to, and the run."""
+    draw_nothing()
+    torch.manual_seed(0)
+    folder = ddpkit.RunFolder(out)
+    folder.find_checkpoint()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2), nn.Dropout(0.2))
+    with torch.no_grad():
+        net[1].bias.fill_(3)  # by hand, in each start
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    how = {"classes": CLASSES, "workers": 0}
+    val = ddpkit.val_loader(More(), 4, **how)
+    criterion = ddpkit.Criterion(Counting(), CLASSES)
+    run = ddpkit.Run(
+        folder,
+        ddpkit.train_loader(More(), 2, accumulate=2, **how),
+        val,
+        CLASSES,
+        model=net,
+        criterion=criterion,
+        optimizer=optimizer,
+        scheduler=None,
+        epochs=EPOCHS,
+        accumulate=2,
+        save_every=1,
+        best="val_loss",
+    )
+    numbers = run.numbers(steps=[], common=[], own=[], read=[], modes=[])
+    second = run.forever(DataLoader(range(5), 1, shuffle=True))
+    world_size = distributed.world_size()
+    with run:
+        model = DistributedDataParallel(net)
+        for epoch in range(run.epoch, EPOCHS):
+            model.train()
+            net[2].eval()  # which evaluation leaves so
+            for step, batches in run.steps(model):
+                count = sum(criterion.count(targets) for targets in batches.targets)
+                count = distributed.reduce_tensor(count)
+                loss_sum: Tensor | float = 0.0
+                right: Tensor | int = 0
+                for i, (images, targets) in enumerate(batches, 1):
+                    model.require_backward_grad_sync = i == len(batches)
+                    outputs = model(images)
+                    loss = criterion(outputs, targets) * world_size / count
+                    loss.backward()
+                    loss_sum += loss.detach()
+                    right += (outputs.argmax(1) == targets).sum()
+                optimizer.step()
+                optimizer.zero_grad()
+                numbers.steps.append(step)
+                numbers.common.append(run.common.random())
+                numbers.own.append(run.own.random())
+                numbers.read.append(next(second).item())
+                run.end_step(loss_sum, count, right=(right, 4), calls=1)
+                if run.step == dies_after:
+                    raise Killed
+            means = run.means()
+            for _ in ddpkit.eval_batches(val, net):
+                assert not net.training
+            numbers.modes.append([net.training, net[2].training])
+            rank = distributed.rank()
+            run.end_epoch({**means, "val_loss": 1.0 - 0.1 * epoch, "mine": rank})
+    return numbers, [net.state_dict(), criterion.state_dict(), run.history], run
+
+
+@on_ranks(2)
+def test_what_a_run_keeps(tmp_path: Path) -> None:
+    """As undisturbed: numbers, a second loader, both streams, sums, a loss's buffers, weights."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        numbers, whole, _ = train(tmp_path / "whole")
+    steps = len(numbers.steps) // EPOCHS
+    assert steps >= 3
+    assert numbers.steps == [*range(steps)] * EPOCHS
+    assert numbers.modes == [[True, False]] * EPOCHS
+    assert numbers.read != numbers.read[:5] * (len(numbers.read) // 5 + 1)
+    assert len(set(numbers.common + numbers.own)) == 4 * steps
+    everyones = distributed.gather_objects(vars(numbers))
+    assert everyones[0]["common"] == everyones[1]["common"]
+    assert set(everyones[0]["own"]).isdisjoint(everyones[1]["own"])
+    for row in whole[2]:
+        assert row["calls"] == 2 * steps
+        images = row["right"] * 8 * steps
+        assert 0 < images == round(images) < 8 * steps
+        assert row["mine"] == 0
+    if not distributed.rank():
+        assert said.getvalue().count("mine differs between ranks (0, 1)") == EPOCHS
+    for dies_after in 2, steps + 1:
+        with contextlib.redirect_stdout(said), contextlib.suppress(Killed):
+            train(tmp_path / "resumed", dies_after)
+    if not distributed.rank():
+        assert "goes on at step 2, where variables of the loop begin anew" in (
+            said.getvalue()
+        )
+    again, resumed, _ = train(tmp_path / "resumed")
+    assert vars(again) == vars(numbers)
+    for history in whole[2], resumed[2]:
+        for row in history:
+            for name in "img_per_s", "train_seconds", "data_wait":
+                row.pop(name, None)
+    assert samples.checksum(resumed) == samples.checksum(whole)
+
+
+@on_ranks(2)
+def test_a_step_in_evaluation_mode(tmp_path: Path) -> None:
+    draw_nothing()
+    folder = ddpkit.RunFolder(tmp_path)
+    folder.find_checkpoint()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    how = {"classes": CLASSES, "workers": 0}
+    run = ddpkit.Run(
+        folder,
+        ddpkit.train_loader(Points(), 2, **how),
+        ddpkit.val_loader(Points(), 2, **how),
+        CLASSES,
+        model=net,
+        optimizer=optimizer,
+        scheduler=None,
+        epochs=1,
+        best="val_loss",
+    )
+    with refusal("loop.end_step", "evaluation mode"), run:
+        model = DistributedDataParallel(net).eval()
+        for _, batches in run.steps(model):
+            for images, _ in batches:
+                loss = model(images).square().mean()
+                loss.backward()
+            optimizer.step()
+            run.end_step(loss, torch.tensor(2.0))
