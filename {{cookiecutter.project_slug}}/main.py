@@ -199,8 +199,8 @@ def train_one_epoch(
         # Batches hold unequal numbers of labelled pixels, and a mean of means would be
         # wrong: all losses of a step are divided by the number of labels in all its
         # batches on all ranks, or 1e-6 if there are none.
-        count = sum(criterion.count(targets) for targets in batches.targets)
-        count = ddp.reduce_tensor(count).clamp(min=1e-6)
+        counts = [criterion.count(targets) for targets in batches.targets]
+        count = ddp.reduce_tensor(torch.stack(counts).sum()).clamp(min=1e-6)
         loss_sum = 0.0
         for i, (images, targets, *_) in enumerate(batches, 1):
             # As many labels as before: `count` has them.
@@ -217,9 +217,11 @@ def train_one_epoch(
             loss_sum += loss.detach()
         # What changes gradients comes between this line and scaler.step.
         scaler.unscale_(optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(
-            ddp_model.parameters(), args.clip_grad_norm or math.inf
-        )
+        grad_norm = None
+        if args.clip_grad_norm or run.is_logged:
+            grad_norm = nn.utils.clip_grad_norm_(
+                ddp_model.parameters(), args.clip_grad_norm or math.inf
+            )
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
