@@ -277,14 +277,14 @@ class Run(Checkpoints):
 
     # How a run begins, and goes on from a checkpoint.
 
-    def _parts(self, scheduler: Any, criterion: Any, more: State) -> State:
+    def _parts(self, scheduler: object, criterion: object, more: State) -> State:
         """Return what is saved: with an average of the weights also those that are averaged."""
         taken = more.keys() & {*KEYS, *OTHER_KEYS}
         if taken:
             raise UserError(
                 f"Run({min(taken)}=...): checkpoints have an entry of that name"
             )
-        parts = {"model": self.model, "optimizer": self.optimizer}
+        parts: State = {"model": self.model, "optimizer": self.optimizer}
         if scheduler is not None:
             parts["scheduler"] = scheduler
         parts |= more
@@ -371,12 +371,12 @@ class Run(Checkpoints):
         # within an epoch `progress` says it
         if state.get("training_set") not in known and not state["seen"]:
             line += "; other training images than then"
-        distributed.print0(line + self._place_line(steps))
+        distributed.print0(line + self._place_line(steps, self.source.steps))
         changed = checkpoint.changes(state["args"], self.flags)
         if changed:
             distributed.print0(f"changed since then: {changed}")
 
-    def sanity_check(self, evaluate: Evaluate, *args: Any) -> None:
+    def sanity_check(self, evaluate: Evaluate, *args: object) -> None:
         """Try what follows an epoch on one validation batch, at the start of a run.
 
         evaluate: (model, loader, *args) -> results, confusion matrix, and what
@@ -445,7 +445,7 @@ class Run(Checkpoints):
 
     # The steps of an epoch.
 
-    def steps(self, *networks: nn.Module) -> Steps:  # type: ignore[override]
+    def steps(self, *networks: Any) -> Steps:
         """Return a loop over the optimizer steps that are left of the epoch: (step, batches).
 
         step: of this epoch, from 0. batches: the `accumulate` of a step, (images, targets, ...)
@@ -455,7 +455,7 @@ class Run(Checkpoints):
 
         networks: those that are trained, in DistributedDataParallel; the first in each step.
         """
-        return Steps(range(self.source.steps), lambda: self._begin_steps(networks))
+        return Steps(self.source.steps, lambda: self._begin_steps(networks))
 
     def _begin_steps(self, networks: tuple[nn.Module, ...]) -> Iterator:
         self._keep_changes()
@@ -493,7 +493,7 @@ class Run(Checkpoints):
         loss: Tensor | float,
         count: Tensor | float,
         grad_norm: Tensor | None = None,
-        **sums: Any,
+        **sums: object,
     ) -> None:
         """Count an optimizer step, whose turn ends the loop's body: a save, or a stop, comes then.
 

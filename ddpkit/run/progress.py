@@ -28,7 +28,7 @@ class Sums:
         self.rows = {LOSS: self._row()}
         self.means = {LOSS}
         # what is to be added, in the order of the steps, still on the device
-        self.pending: list[tuple[str, int, Any, float]] = []
+        self.pending: list[tuple[str, int, Tensor | float, float]] = []
         self.logged = self.rows[LOSS].clone()  # what the log has of the loss
 
     def _row(self) -> Tensor:
@@ -58,10 +58,9 @@ class Sums:
 
     def _add_pending(self) -> None:
         for name, column, value, share in self.pending:
-            cell = self.rows[name][column]
             if isinstance(value, Tensor):
-                value = value.detach().to(cell.device)
-            cell.add_(value, alpha=share)
+                value = value.detach().to(self.place)
+            self.rows[name][column].add_(value, alpha=share)
         self.pending.clear()
 
     @property

@@ -75,7 +75,7 @@ class Numbers(types.SimpleNamespace):
 class Forever:
     """Endless batches for next(): epoch after epoch of a loader; its place is a part."""
 
-    def __init__(self, loader: Any, read: Callable[..., Iterator]) -> None:
+    def __init__(self, loader: Iterable, read: Callable[..., Iterator]) -> None:
         self.loader = loader
         self.read = read  # (loader, epoch, batches that are left out) -> the others
         self.epoch = 0
@@ -111,13 +111,15 @@ class Forever:
 class Steps:
     """A loop over steps, of which an epoch has one. Its length is that of a whole epoch."""
 
-    def __init__(self, batches: Any, begin: Callable[[], Iterator]) -> None:
-        self.batches = batches
+    def __init__(self, length: int | None, begin: Callable[[], Iterator]) -> None:
+        self.length = length
         self.begin = begin
         self.found: Iterator | None = None  # what next() reads
 
     def __len__(self) -> int:
-        return len(self.batches)
+        if self.length is None:
+            raise TypeError("these batches have no length")
+        return self.length
 
     def __iter__(self) -> Iterator:
         return self.begin()
@@ -211,7 +213,7 @@ class Checkpoints:
 
     # What a script counts, and reads, beside its parts.
 
-    def numbers(self, **first: Any) -> Any:
+    def numbers(self, **first: object) -> Any:
         """Return an object with these attributes, which are saved and resumed: a part.
 
         For what a loop counts or collects: numbers, texts, tensors, lists and dicts of them.
@@ -283,7 +285,7 @@ class Checkpoints:
         self.is_kept = False  # what a signal after the last step goes back to
         note_kept("")
 
-    def steps(self, batches: Iterable, *networks: nn.Module) -> Steps:
+    def steps(self, batches: Iterable, /, *networks: nn.Module) -> Steps:
         """Return a loop over the batches that are left of this epoch; each turn is a step.
 
         batches: those of `train_loader` go on at once. Of another loader those before are read
@@ -295,12 +297,12 @@ class Checkpoints:
         same step. Both wait for a turn in which an optimizer takes a step, if gradients are added
         up over several.
         """
-        length = None
-        with contextlib.suppress(TypeError):
-            length = len(batches)  # type: ignore[arg-type]
-        return Steps(
-            batches, lambda: self._turns(lambda: self._rest(batches), networks, length)
-        )
+        length = samples.size(batches)
+
+        def begin() -> Iterator:
+            return self._turns(lambda: self._rest(batches), networks, length)
+
+        return Steps(length, begin)
 
     def _turns(
         self,
@@ -491,11 +493,13 @@ class Checkpoints:
         if self.done and state["seed"] != self.seed:
             self._start_over(f"seed {state['seed']} then")
 
-    def _place_line(self, done: int) -> str:
+    def _place_line(self, done: int, steps: int = 0) -> str:
+        """Return where the run goes on in an epoch, of which so many are done of all `steps`."""
         if not done:
             return ""
+        place = "after its last step" if done == steps else f"at step {done + 1}"
         return (
-            f"; goes on at step {done + 1}, where variables of the loop begin anew, but for "
+            f"; goes on {place}, where variables of the loop begin anew, but for "
             f"{self.name}.numbers(...)"
         )
 
