@@ -142,7 +142,7 @@ def test_lines_that_wait(tmp_path: Path) -> None:
 
     assert find(0, "; ".join(NOW_AND_THEN.split("\n"))) == ""
     for number, line in enumerate(IN_EACH_STEP.split("\n"), 1):
-        at, text = (17, "loss.backward()") if "hook" in line else (16, line)
+        at, text = (19, "loss.backward()") if "hook" in line else (18, line)
         assert find(number, line).startswith(f"main{number}.py:{at}: {text}\n")
 
 
