@@ -201,7 +201,7 @@ def train_one_epoch(
         # batches on all ranks, or 1e-6 if there are none.
         counts = [criterion.count(targets) for targets in batches.targets]
         count = ddp.reduce_tensor(torch.stack(counts).sum()).clamp(min=1e-6)
-        loss_sum = 0.0
+        step_loss = 0.0
         for i, (images, targets, *_) in enumerate(batches, 1):
             # As many labels as before: `count` has them.
             images, targets = transform_batch(images, targets, args, len(run.classes))
@@ -214,7 +214,7 @@ def train_one_epoch(
             # To add a mean over the batch: loss = loss + mean / len(batches)
             loss = criterion(logits, targets) * world_size / count
             scaler.scale(loss).backward()
-            loss_sum += loss.detach()
+            step_loss += loss.detach()
         # What changes gradients comes between this line and scaler.step.
         scaler.unscale_(optimizer)
         grad_norm = None
@@ -230,7 +230,7 @@ def train_one_epoch(
             ema.update(run.step)
         # Counts and logs the step. To count more: correct=(right, len(targets)), for whose
         # share over all steps and ranks, as run.means() returns it, or a number for its sum.
-        run.end_step(loss_sum, count, grad_norm)
+        run.end_step(step_loss, count, grad_norm)
     # All ranks call this. It also gives them the BatchNorm statistics of rank 0.
     return run.means()
 

@@ -46,7 +46,7 @@ def edited(project: Project, tmp_path: Path) -> Edited:
 IMPORTS = "\n\ndef main(argv"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
-END = "        run.end_step(loss_sum, count, grad_norm)"
+END = "        run.end_step(step_loss, count, grad_norm)"
 SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
 ONE_GROUP = (OPTIMIZER, OPTIMIZER.replace("groups", "model.parameters()"))
 TWO_LAMBDAS = (
@@ -356,8 +356,8 @@ LOSSES = {
         (OF_LOSS, f"    loss_module = {FUNCTION}\n"),
         (ZERO, ""),
         (
-            "        loss_sum = 0.0\n",
-            f"        loss_sum = 0.0\n{ZERO}",
+            "        step_loss = 0.0\n",
+            f"        step_loss = 0.0\n{ZERO}",
         ),
         (", gradient_as_bucket_view=True)", ")"),
     ],

@@ -82,14 +82,14 @@ def train(out: Path, dies_after: int = 0) -> tuple[Any, list, ddpkit.Run]:
             for step, batches in run.steps(model):
                 count = sum(criterion.count(targets) for targets in batches.targets)
                 count = distributed.reduce_tensor(count)
-                loss_sum: Tensor | float = 0.0
+                step_loss: Tensor | float = 0.0
                 right: Tensor | int = 0
                 for i, (images, targets) in enumerate(batches, 1):
                     model.require_backward_grad_sync = i == len(batches)
                     outputs = model(images)
                     loss = criterion(outputs, targets) * world_size / count
                     loss.backward()
-                    loss_sum += loss.detach()
+                    step_loss += loss.detach()
                     right += (outputs.argmax(1) == targets).sum()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -97,7 +97,7 @@ def train(out: Path, dies_after: int = 0) -> tuple[Any, list, ddpkit.Run]:
                 numbers.common.append(run.common.random())
                 numbers.own.append(run.own.random())
                 numbers.read.append(next(second).item())
-                run.end_step(loss_sum, count, right=(right, 4), calls=1)
+                run.end_step(step_loss, count, right=(right, 4), calls=1)
                 if run.step == dies_after:
                     raise Killed
             means = run.means()

@@ -75,7 +75,7 @@ def test_the_projects_own_test_of_a_step(project: Project, few: Path) -> None:
     code = main.train_one_epoch.__code__
     source = "\n" * (code.co_firstlineno - 1) + inspect.getsource(main.train_one_epoch)
 
-    line = "loss_sum += loss.detach()"
+    line = "step_loss += loss.detach()"
     with pytest.MonkeyPatch.context() as patch:
         for reads in "run.step % 5 == 0 and loss.item()", "print(f'{loss:.3f}')":
             planted = source.replace(line, f"{reads}; {line}")
@@ -83,7 +83,7 @@ def test_the_projects_own_test_of_a_step(project: Project, few: Path) -> None:
             if "5" in reads:
                 test_project.test_a_step_reads_nothing_off_the_device(few, patch)
         with pytest.raises(
-            pytest.fail.Exception, match=r"^main.py:\d+: loss_sum \+= loss"
+            pytest.fail.Exception, match=r"^main.py:\d+: step_loss \+= loss"
         ):
             test_project.test_a_step_reads_nothing_off_the_device(few, patch)
 
