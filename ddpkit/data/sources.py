@@ -16,7 +16,7 @@ from ddpkit.data.normalizing import find_format, format_of, move, unpack
 from ddpkit.data.other_loaders import OtherSource, drawn, numbered, samplers_of, turns
 from ddpkit.data.samples import Key
 from ddpkit.errors import UserError
-from ddpkit.ranks import distributed, stopping
+from ddpkit.ranks import distributed, replicas, stopping
 
 judged: WeakSet[nn.Module] = WeakSet()  # networks that `eval_batches` was given
 
@@ -80,22 +80,17 @@ def eval_batches(loader: Any, where: nn.Module | torch.device) -> Iterator[tuple
 
         for images, targets, *_, indices in ddpkit.eval_batches(val_loader, model):
     """
-    format = format_of(loader)
-    trained = []
     if isinstance(where, nn.Module):
         judged.add(where)
-        trained = [module for module in where.modules() if module.training]
-        where.eval()
-        where = next(where.parameters()).device
-    try:
-        for batch in _dealt(loader):
-            yield move(batch, where, format)
-            # `compute_metrics` and `end_epoch`, where all ranks pass, stop
-            if stopping.stop_requested():
-                break
-    finally:
-        for module in trained:
-            module.training = True
+        with replicas.in_evaluation(where):
+            yield from eval_batches(loader, next(where.parameters()).device)
+        return
+    format = format_of(loader)
+    for batch in _dealt(loader):
+        yield move(batch, where, format)
+        # `compute_metrics` and `end_epoch`, where all ranks pass, stop
+        if stopping.stop_requested():
+            break
 
 
 def _dealt(loader: Any) -> Iterator[list]:

@@ -1,9 +1,10 @@
 """The network on all ranks: its gradients are exact means, and its copies stay equal."""
 
+import contextlib
 import itertools
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -34,6 +35,18 @@ def bare(part: Any) -> Any:
 def in_ddp(network: nn.Module) -> nn.Module:
     """Return the DistributedDataParallel in a wrapper of torch.compile or Fabric, if any."""
     return uncompiled(getattr(network, "_forward_module", network))
+
+
+@contextlib.contextmanager
+def in_evaluation(network: nn.Module) -> Iterator[None]:
+    """Within the block it is in evaluation mode; afterwards all its modules are as before."""
+    trained = [module for module in network.modules() if module.training]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 def trained_names(network: nn.Module) -> list[str]:

@@ -137,7 +137,8 @@ class Mistakes:
         for name, (index, caption) in zip(names, captions.items(), strict=True):
             image, target = data[Key(0, index, is_val=True)][:2]
             batch = normalizing.normalize_images(image[None].to(device), format)
-            logits = to_logits(self.predict(self.model, batch))[0].cpu()
+            with replicas.in_evaluation(self.model):
+                logits = to_logits(self.predict(self.model, batch))[0].cpu()
             above = [line for line in (name, caption) if line]
             shown = images.visible(image)
             examples.append((shown, torch.as_tensor(target), logits, above))
