@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from ddpkit import files
 from ddpkit.data import images, normalizing, samples
 from ddpkit.data.samples import Key, MapDataset, Seeded
-from ddpkit.ranks import distributed, stopping
+from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run import pictures
 from ddpkit.run.outputs import Outputs, to_logits
 from ddpkit.run.pictures import DrawExample, Example

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 import ddpkit
 from ddpkit.ranks import distributed
+from ddpkit.run import mistakes
 
 VOID = 255
 
@@ -248,3 +249,29 @@ def test_the_mean_loss_of_an_epoch(tmp_path: Path) -> None:
     outputs = images.flatten(1).double() @ weight.T + bias
     loss = nn.functional.cross_entropy(outputs[is_labelled], targets[is_labelled])
     assert mean == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_the_mode_of_a_network(tmp_path: Path) -> None:
+    """Evaluating and drawing give it back as it was, with BatchNorm's statistics."""
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(), nn.Flatten(), nn.Linear(12, 2))
+    net[1].eval()
+    _, val = loaders(1)
+    for images, *_ in ddpkit.eval_batches(val, net):
+        assert not net.training
+        assert not net[0].training
+        net(images)
+    drawn = []
+    shown = mistakes.Mistakes(
+        confusion=None,
+        worst=[],
+        model=net,
+        loader=val,
+        classes=CLASSES,
+        predict=lambda network, x: network(x),
+        draw=lambda axes, image, target, logits, classes: drawn.append(logits),
+    )
+    shown.draw_examples(tmp_path / "examples.png")
+    assert drawn
+    assert [module.training for module in net] == [True, False, True, True]
+    assert net.training
+    assert not net[0].num_batches_tracked
