@@ -1,6 +1,7 @@
 """A training step as people write it: exact, or refused in a line."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -261,6 +262,11 @@ def test_the_mode_of_a_network(tmp_path: Path) -> None:
         assert not net[0].training
         net(images)
     drawn = []
+
+    def draw(axes: Any, image: Tensor, target: Tensor, *more: object) -> None:
+        axes.imshow(image[0])
+        drawn.append(target)
+
     shown = mistakes.Mistakes(
         confusion=None,
         worst=[],
@@ -268,9 +274,9 @@ def test_the_mode_of_a_network(tmp_path: Path) -> None:
         loader=val,
         classes=CLASSES,
         predict=lambda network, x: network(x),
-        draw=lambda axes, image, target, logits, classes: drawn.append(logits),
+        draw=draw,
     )
-    shown.draw_examples(tmp_path / "examples.png")
+    shown.draw_examples(tmp_path / "examples.png", {0: ""})
     assert drawn
     assert [module.training for module in net] == [True, False, True, True]
     assert net.training
