@@ -179,7 +179,7 @@ def save(folder: str, words: str) -> list[float]:
         if bench.device.type != "cpu":
             torch.accelerator.synchronize()
         began = time.perf_counter()
-        run.save(is_best)
+        run._write(is_best)
         return time.perf_counter() - began
 
     with ours.run(feed) as run:

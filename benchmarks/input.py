@@ -220,20 +220,23 @@ def measure(
             before = cpu_seconds()
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
-        batches = loader
+        # ours as Run reads it, not as a loop by hand does, which gets normalised images
+        batches = loader.raw(epoch) if hasattr(loader, "raw") else loader
         if normalize:
-            batches = common.on_device(loader, torch.device("cpu"))
+            batches = common.on_device(batches, torch.device("cpu"))
         for images, _ in batches:
             count += len(images)
     return (cpu_seconds() - before) / count
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time so far of this process and its worker, which has none to do just now."""
-    (worker,) = multiprocessing.active_children()
+    """Return the CPU time so far of this process and its workers, which have none to do just now."""
     # Linux' number for the CPU clock of another process, as clock_getcpuclockid(3)
     # makes it.
-    return time.process_time() + time.clock_gettime(~worker.pid << 3 | 2)
+    workers = multiprocessing.active_children()
+    running = sum(time.clock_gettime(~worker.pid << 3 | 2) for worker in workers)
+    ended = os.times()
+    return sum((time.process_time(), running, *ended[2:4]))  # theirs, user and system
 
 
 def main() -> None:

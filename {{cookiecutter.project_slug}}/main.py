@@ -211,7 +211,7 @@ def train_one_epoch(
                 outputs = ddp_model(images)
             logits = ddpkit.to_logits(outputs)
             # A sum / count; times world_size, because DDP divides by that.
-            # To add a mean over the batch: loss = loss + mean / len(batches)
+            # A mean over the batch that you add to it, below, is mean / len(batches).
             loss = criterion(logits, targets) * world_size / count
             scaler.scale(loss).backward()
             step_loss += loss.detach()

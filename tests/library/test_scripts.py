@@ -396,7 +396,7 @@ def test_workers_of_a_global_loader(whose: str, tmp_path: Path) -> None:
 def test_other_ranks(start: Start) -> None:
     """Steps over a range go on; an epoch of a loader starts over, and says so."""
     for name, text in ("tokens", ""), ("gan", "2 ranks then: the epoch"):
-        done = start(name, name, at_step(20, signal.SIGTERM, 0))
+        done = start(name, name, at_step(22, signal.SIGTERM, 0))
         assert done.statuses == [75, 75]
         done = start(name, name, of_ranks=3).ok()
         assert "steps of the next" in done.out
