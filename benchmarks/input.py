@@ -230,7 +230,7 @@ def measure(
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time so far of this process and its workers, which have none to do just now."""
+    """Return the CPU time so far of this process and its workers, which are idle just now."""
     # Linux' number for the CPU clock of another process, as clock_getcpuclockid(3)
     # makes it.
     workers = multiprocessing.active_children()
