@@ -144,8 +144,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.epoch < args.freeze_backbone:
             frozen = recipe.freeze_backbone(trained)
         ddp_model = wrap(trained)
-        # What you count from epoch to epoch in a variable starts anew on resume: keep it in
-        # numbers = run.numbers(mine=0), and change it before run.end_epoch.
+        # A count in a variable starts anew on resume: use numbers = run.numbers(mine=0), and
+        # numbers.mine += 1 before run.end_epoch; for next(it), it = run.forever(loader).
         for epoch in range(run.epoch, args.epochs):
             if run.is_out_of_patience(args.patience):
                 break
@@ -202,11 +202,11 @@ def train_one_epoch(
         counts = [criterion.count(targets) for targets in batches.targets]
         count = ddp.reduce_tensor(torch.stack(counts).sum()).clamp(min=1e-6)
         step_loss = 0.0
-        for i, (images, targets, *_) in enumerate(batches, 1):
+        for n, (images, targets, *_) in enumerate(batches, 1):
             # As many labels as before: `count` has them.
             images, targets = transform_batch(images, targets, args, len(run.classes))
             # DDP averages the gradients over the ranks in backward(), once in a step.
-            ddp_model.require_backward_grad_sync = i == len(batches)
+            ddp_model.require_backward_grad_sync = n == len(batches)
             with recipe.autocast(args.amp, images.device):
                 outputs = ddp_model(images)
             logits = ddpkit.to_logits(outputs)
