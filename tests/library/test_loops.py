@@ -15,7 +15,7 @@ from generated import refusal, wait_for
 import ddpkit
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, protocol
-from ddpkit.run import resuming
+from ddpkit.run import resuming, unsaved
 
 SCRIPT = """
 import os, random, signal, sys, time
