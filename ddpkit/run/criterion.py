@@ -16,7 +16,8 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 from ddpkit.run.outputs import Outputs, map_tensors, to_float32
 
-SUM, MEAN, UNKNOWN = "sum", "mean", "unknown"
+SUM = "sum"
+MEAN = "mean"
 REGRESSIONS = nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss
 ELEMENTWISE = *REGRESSIONS, nn.BCEWithLogitsLoss, nn.BCELoss
 
@@ -30,6 +31,8 @@ class Criterion(nn.Module):
         nn.CrossEntropyLoss(), or a sum over them, such as nn.CrossEntropyLoss(reduction="sum").
         If it is neither, or labels are not what it divides by, it has a method `count(targets)`
         with what its sum is to be divided by, and returns the sum.
+    reduction: "mean" or "sum", of a loss that has no attribute `reduction`. A line says if it is
+        something else.
     classes: their names. Labels are class numbers, but not the loss's `ignore_index`; they count as
         much as the loss's `weight` says. Of other targets each number counts.
 
@@ -41,46 +44,44 @@ class Criterion(nn.Module):
         loss = criterion(outputs, targets) / criterion.count(targets)
     """
 
-    def __init__(self, loss: Callable[..., Any], classes: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        loss: Callable[..., object],
+        classes: Sequence[str] = (),
+        reduction: str = MEAN,
+    ) -> None:
         super().__init__()
         self.loss = loss
         self.num_classes = len(classes)
         self.counts = getattr(loss, "count", None)
         self.ignored = getattr(loss, "ignore_index", None)
-        reduction = getattr(loss, "reduction", None)
-        if reduction == "none":
+        said = SUM if self.counts else getattr(loss, "reduction", None)
+        self.is_known = said in (SUM, MEAN)  # and needs no look
+        self.kind = said or reduction
+        if self.kind not in (SUM, MEAN):
             raise UserError(
-                'the loss of model.py has reduction="none": use "sum" or "mean"'
+                f'the loss of model.py has reduction="{self.kind}": use "sum" or "mean"'
             )
-        self.kind = UNKNOWN
-        if self.counts:
-            self.kind = SUM
-        elif reduction in (SUM, MEAN):
-            self.kind = reduction
 
     def forward(self, outputs: Outputs, targets: Any, *more: Any) -> Tensor:
         """Return the sum over the labels, a scalar."""
         outputs = to_float32(outputs)
-        if isinstance(self.loss, REGRESSIONS):
-            self._check_shapes(outputs, targets)
+        # of which torch would compare each output with each target
+        is_paired = isinstance(self.loss, REGRESSIONS) and isinstance(outputs, Tensor)
+        if is_paired and outputs.shape != getattr(targets, "shape", outputs.shape):
+            raise UserError(
+                f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}: give both one "
+                "shape, such as by a target of shape (1,) in the data set"
+            )
         batch = [outputs, targets, *more]
-        if self.kind == UNKNOWN:
-            self.kind = self._find_kind(batch)
+        if not self.is_known:
+            self._check_kind(batch)
         if self.kind == SUM:
             return self._call(batch)
         count = self.count(targets, *more)
         # Of a batch without labels the mean is 0 / 0, and its gradient NaN.
         batch[0] = guarded(outputs, count)
         return torch.where(count > 0, self._call(batch) * count, 0.0)
-
-    def _check_shapes(self, outputs: Outputs, targets: Any) -> None:
-        """Raise a UserError if torch would compare each output with each target."""
-        are_tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
-        if are_tensors and outputs.shape != targets.shape:
-            raise UserError(
-                f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}: give both one "
-                "shape, such as by a target of shape (1,) in the data set"
-            )
 
     def count(self, targets: Any, *more: Any) -> Tensor:
         """Return the number of labels, or what they weigh, a scalar on the device of `targets`.
@@ -154,67 +155,41 @@ class Criterion(nn.Module):
             "or their sum, with a method count(targets) that returns their number"
         )
 
-    def _try(self, batch: Sequence[Any]) -> float:
-        """Return the loss as a number; torch's random numbers remain as they are."""
-        device = getattr(batch[1], "device", torch.device("cpu"))
-        own = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(own, device_type=device.type):
-            return float(self._call(batch))
-
-    def _say_unequal(self, whole: float, batch: Sequence[Any]) -> None:
-        """Say a line if parts of a batch, by their labels, do not have the mean of the whole."""
-        size = len(batch[0]) if isinstance(batch[0], Tensor) else 0
-        if size < 2:
-            return
-        end = size // 3 + 1  # of the first part
-        total = 0.0
-        for part in slice(end), slice(end, size):
-            take = operator.itemgetter(part)
-            some = [map_tensors(take, each) for each in batch]
-            total += self._try(some) * float(self.count(*some[1:]))
-        mean = total / float(self.count(*batch[1:]))
-        if math.isfinite(mean) and not math.isclose(mean, whole, rel_tol=1e-3):
-            distributed.print0(
-                f"warning: the loss of model.py is no mean over labels: of a batch {whole:.4g}, of "
-                f"two parts of it {mean:.4g}. Numbers of ranks and passes change it; to be exact, "
-                "return a sum, with a method count(targets) of what it is divided by"
-            )
-
     @torch.no_grad()
-    def _find_kind(self, batch: Sequence[Any]) -> str:
-        """Return whether the loss is a mean or a sum: of the batch twice it is the same, or twice.
+    def _check_kind(self, batch: Sequence[Any]) -> None:
+        """Say a line if the sums of two parts of a batch do not add up to that of the whole.
 
-        Reads the device, once. The loss and all random numbers remain as they are.
+        Reads the device, for one batch. The loss and all random numbers remain as they are.
         """
+        device = self.count(*batch[1:]).device
+        others = [] if device.type == "cpu" else [device]
+        numbers = [*range(len(batch[1]))]
+        end = len(numbers) // 3 + 1
+        numbers *= 2  # so that one sample has two parts
         own = self.loss
+        state = samples.random_state()
         with contextlib.suppress(Exception):  # not all can be copied
             self.loss = copy.deepcopy(own)  # which may have buffers
-        state = samples.random_state()
+        self.is_known = True
+        sums = []
         try:
-            return self._try_twice(batch)
+            with torch.random.fork_rng(others, device_type=device.type):
+                for rows in numbers, numbers[:end], numbers[end:]:
+                    take = operator.itemgetter(rows)
+                    part = [map_tensors(take, each) for each in batch]
+                    sums.append(float(self.forward(*part)))
         finally:
             self.loss = own
             samples.set_random_state(state)
-
-    def _try_twice(self, batch: Sequence[Any]) -> str:
-        once = self._try(batch)
-        twice = self._try([map_tensors(doubled, part) for part in batch])
-        if not once or not math.isfinite(once + twice):
-            return UNKNOWN  # a batch without labels
-        if math.isclose(twice, once, rel_tol=0.01):
-            self._say_unequal(once, batch)
-            return MEAN
-        if math.isclose(twice, 2 * once, rel_tol=0.01):
-            return SUM
-        raise UserError(
-            "the loss of model.py is neither a mean nor a sum over the samples of a batch: of the "
-            f"same batch twice it is {twice:.4g}, of the batch {once:.4g}; give it a method "
-            "count(targets), and return the sum over what that counts"
-        )
-
-
-def doubled(x: Tensor) -> Tensor:
-    return torch.cat((x, x)) if x.ndim else x
+        whole = sums[0]
+        # else without labels: the next batch will show it
+        self.is_known = 0 < abs(whole) < math.inf
+        if self.is_known and not math.isclose(whole, sum(sums[1:]), rel_tol=1e-3):
+            distributed.print0(
+                f"warning: the loss of model.py is no {self.kind} over labels: numbers of ranks "
+                'and passes change it; say which it is, ddpkit.Criterion(..., reduction="sum" or '
+                '"mean"), or return a sum, with a method count(targets) of what it is divided by'
+            )
 
 
 def guarded(outputs: Outputs, count: Tensor) -> Outputs:

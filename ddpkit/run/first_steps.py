@@ -42,13 +42,12 @@ class FirstSteps:
             if isinstance(part, torch.optim.Optimizer) and part is not optimizer:
                 self.others[name] = part
         self.scale = 1.0  # in the first step
-        self.has_stepped = False
         self.is_cleared = False
         self.has_criterion = criterion is not None
-        self.waiting = set(self.others)  # that have not stepped
-        self.hooks = [optimizer.register_step_pre_hook(self._note_step)]
-        for name, part in self.others.items():
-            note = functools.partial(self._note_other, name)
+        self.stepped: set[str] = set()  # names of the optimizers that have; "" is ours
+        self.hooks = []
+        for name, part in {"": optimizer, **self.others}.items():
+            note = functools.partial(self._note_step, name)
             self.hooks.append(part.register_step_pre_hook(note))
         if criterion is not None:
             watch = criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
@@ -65,18 +64,17 @@ class FirstSteps:
         if self.ended == 2:
             for hook in self.hooks:
                 hook.remove()
-            if self.waiting:
-                names = ", ".join(sorted(self.waiting))
+            waiting = self.others.keys() - self.stepped
+            if waiting:
+                names = ", ".join(sorted(waiting))
                 distributed.print0(
                     f"{names}: no step in the first two of run.steps; right if it comes later"
                 )
 
-    def _note_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        replicas.check_step(optimizer)
-        self.has_stepped = True
-
-    def _note_other(self, name: str, *_: object) -> None:
-        self.waiting.discard(name)
+    def _note_step(self, name: str, *_: object) -> None:
+        if not name:
+            replicas.check_step(self.optimizer)
+        self.stepped.add(name)
 
     def _watch_loss(
         self, criterion: Criterion, inputs: tuple, named: dict, loss: Tensor
@@ -87,7 +85,8 @@ class FirstSteps:
             loss.register_hook(self._check_cleared)
             return
         targets = named["targets"] if "targets" in named else inputs[1]
-        if isinstance(targets, Tensor) and is_mask(targets):
+        is_number = isinstance(targets, Tensor) and not targets.is_floating_point()
+        if is_number and targets.ndim == 3:
             self.masks.append(targets)
         count = criterion.count(targets, *inputs[2:])
         value = loss.detach()
@@ -104,7 +103,7 @@ class FirstSteps:
             return
         self.is_cleared = True
         replicas.check_cleared(self.optimizer)
-        for name in sorted(self.others.keys() - self.waiting):
+        for name in sorted(self.others.keys() & self.stepped):
             if replicas.has_gradients(self.others[name]):
                 distributed.print0(
                     f"{name}: the gradients of the step before are still there at backward(); "
@@ -132,16 +131,12 @@ class FirstSteps:
                 "takes; if yours is a sum over these, it is right"
             )
         if (
-            not self.has_stepped and self.scaler.get_scale() == 1
+            "" not in self.stepped and self.scaler.get_scale() == 1
         ):  # fp16 leaves out some
             distributed.print0(
                 "warning: run.end_step without a step of the optimizer: a stop there loses the "
                 "gradients so far; for several batches per step use --accumulate"
             )
-
-
-def is_mask(targets: Tensor) -> bool:
-    return targets.ndim == 3 and not targets.is_floating_point()
 
 
 class LateChanges:

@@ -248,34 +248,29 @@ class RunFolder:
         But for one of the same step, which the new one replaces: it has the same weights.
         keeps_images: those of best.pt, which has the same weights as before.
         """
-        is_repeated = state["step"] == self.saved_step
+        # best.pt comes first: when last.pt records a new best score, best.pt has it
+        # already.
+        if is_best:
+            self.add_best(state, keeps_images)
         if distributed.is_rank_zero():
-            self._write(state, is_best, is_repeated, keeps_images)
+            self._write_last(state)
         self.saved_step = state["step"]
 
-    def add_best(self, state: State) -> None:
+    def add_best(self, state: State, keeps_images: bool = False) -> None:
         """Save best.pt alone: last.pt follows once the epoch has ended."""
-        if distributed.is_rank_zero():
-            self._write_best(state)
-
-    def _write_best(self, state: State, keeps_images: bool = False) -> None:
+        if not distributed.is_rank_zero():
+            return
         best = self.path / "best.pt"
         with files.writing(best) as tmp_path:
             files.retried(best, checkpoint.write_file, tmp_path, state)
             if not keeps_images:
                 remove_images(self.path)
 
-    def _write(
-        self, state: State, is_best: bool, is_repeated: bool, keeps_images: bool
-    ) -> None:
-        # best.pt comes first: when last.pt records a new best score, best.pt has it
-        # already.
-        if is_best:
-            self._write_best(state, keeps_images)
+    def _write_last(self, state: State) -> None:
         last, older = (self.path / name for name in SAVES)
         with files.writing(last) as tmp_path:
             files.retried(last, checkpoint.write_file, tmp_path, state)
-            if not is_repeated:
+            if state["step"] != self.saved_step:
                 with contextlib.suppress(FileNotFoundError):  # it is the first
                     files.move(last, older)
         with contextlib.suppress(OSError):  # not every file system supports it

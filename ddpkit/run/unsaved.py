@@ -5,7 +5,6 @@ import copy
 import gc
 import sys
 import types
-from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -93,77 +92,55 @@ def is_own(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(map(is_number, value.values()))
-    if isinstance(value, list):
-        return all(map(is_number, value))
-    return isinstance(value, int | float)
-
-
-def weights_in(parts: Iterable[object]) -> set[Tensor]:
-    """Return the weights of the networks among `parts`."""
-    found: set[Tensor] = set()
-    for part in parts:
-        if isinstance(part, nn.Module):
-            found.update(part.parameters())
-    return found
-
-
-def count_strays(parts: states.Parts) -> int:
-    """Return how many weights of the optimizers among the parts no network among them has."""
-    trained: set[Tensor] = set()
-    for part in parts.values():
-        if isinstance(part, Optimizer):
-            trained.update(replicas.weights_of(part))
-    return len(trained - weights_in(parts.values()))
+    """Return whether it is a number, or a list or dict of them."""
+    return all(isinstance(leaf, int | float) for leaf in tree_leaves(value))
 
 
 def unsaved(parts: states.Parts) -> list[str]:
     """Return the kinds of optimizers of these networks, of their schedulers and averages that are
     not among the parts, and so are not saved.
     """
+    kinds = (Optimizer, LRScheduler, AveragedModel)
     known = list(parts.values())
     for (
         part
     ) in known:  # and those within, as of a SequentialLR or a Lookahead; it grows
         if isinstance(part, Optimizer | LRScheduler):
-            for each in tree_leaves(list(vars(part).values())):
-                if isinstance(each, Optimizer | LRScheduler):
-                    known.append(each)
+            inner = tree_leaves(list(vars(part).values()))
+            known += [each for each in inner if isinstance(each, kinds)]
     saved = {id(part) for part in known}
-    weights = weights_in(known)
-    networks = [part for part in parts.values() if isinstance(part, nn.Module)]
-    averaged = [[name for name, _ in part.named_parameters()] for part in networks]
-
-    def is_of_these(each: Optimizer | LRScheduler | AveragedModel) -> bool:
-        if isinstance(each, AveragedModel):
-            names = [name for name, _ in each.module.named_parameters()]
-            return names in averaged
-        optimizer = each.optimizer if isinstance(each, LRScheduler) else each
-        if not isinstance(optimizer, Optimizer):
-            return False
-        return not weights.isdisjoint(replicas.weights_of(optimizer))
-
-    kinds = (Optimizer, LRScheduler, AveragedModel)
+    weights = states.names_of(parts)
+    networks = [part for part in known if isinstance(part, nn.Module)]
+    averaged = [network.state_dict().keys() for network in networks]
     found = []
     for each in gc.get_objects():
         # By type: __class__ of a stand-in may be anything.
-        if (
-            issubclass(type(each), kinds)
-            and id(each) not in saved
-            and is_of_these(each)
-        ):
+        if not issubclass(type(each), kinds) or id(each) in saved:
+            continue
+        if isinstance(each, AveragedModel):
+            is_of_these = each.module.state_dict().keys() in averaged
+        else:
+            optimizer = getattr(each, "optimizer", each)  # of a scheduler
+            # one that could not be made has none
+            is_of_these = hasattr(optimizer, "param_groups") and any(
+                weight in weights for weight in replicas.weights_of(optimizer)
+            )
+        if is_of_these:
             found.append(type(each).__name__)
     return sorted(found)
 
 
 def say_unsaved(door: str, parts: states.Parts) -> None:
     """Say what is trained and is in no checkpoint; `door`: the class that was given the parts."""
-    strays = count_strays(parts)
+    strays: set[Tensor] = set()
+    for part in parts.values():
+        if isinstance(part, Optimizer):
+            strays.update(replicas.weights_of(part))
+    strays -= states.names_of(parts).keys()
     if strays:
         distributed.print0(
-            f"warning: {strays} of the optimizer's weights are in no network that {door}(...) was "
-            "given by name, such as a loss: they are in no checkpoint, and differ by rank"
+            f"warning: {len(strays)} of the optimizer's weights are in no network that {door}(...) "
+            "was given by name, such as a loss: they are in no checkpoint, and differ by rank"
         )
     for kind in unsaved(parts):
         distributed.print0(

@@ -15,7 +15,7 @@ from generated import refusal, wait_for
 import ddpkit
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, protocol
-from ddpkit.run import resuming
+from ddpkit.run import resuming, unsaved
 
 SCRIPT = """
 import os, random, signal, sys, time
@@ -305,3 +305,23 @@ def test_variables_of_a_loop(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     out = capsys.readouterr().out
     assert len(re.findall("warning: best, lengths changed with the epoch", out)) == 1
     assert "checkpoints.numbers(best=...)" in out
+
+
+def test_parts_that_were_forgotten() -> None:
+    """Schedulers, optimizers and averages of the networks; not those within other parts."""
+    net = torch.nn.Linear(2, 2)
+    other = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    of_other = torch.optim.AdamW(other.parameters())
+    halves = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)]
+    chain = torch.optim.lr_scheduler.SequentialLR(optimizer, halves, [3])
+    average = torch.optim.swa_utils.AveragedModel(net)
+    with pytest.raises(ValueError, match="learning rate") as kept:
+        torch.optim.SGD(net.parameters(), -1)
+    assert kept and of_other.param_groups
+    parts = {"net": net, "optimizer": optimizer, "scheduler": chain}
+    assert unsaved.unsaved(parts | {"average": average}) == []
+    assert unsaved.unsaved(parts) == ["AveragedModel"]
+    first = {"net": net, "scheduler": halves[0]}
+    found = ["AveragedModel", "ConstantLR", "SequentialLR"]
+    assert unsaved.unsaved(first) == found

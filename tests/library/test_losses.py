@@ -40,7 +40,7 @@ SCALED = "scaled", "clipped"  # kinds of cases with a GradScaler
 
 
 def test_losses_of_other_kinds() -> None:
-    """What returns no scalar, or is neither a mean nor a sum, is refused in a line."""
+    """What returns no scalar is refused in a line."""
     one = torch.ones(1)
     outputs = torch.randn(4, 2)
     for found, text in (
@@ -54,11 +54,8 @@ def test_losses_of_other_kinds() -> None:
     with refusal("criterion.init", 'reduction="none"', '"mean"'):
         ddpkit.Criterion(nn.MSELoss(reduction="none"))
 
-    def contrast(outputs: Tensor, _: Tensor) -> Tensor:
-        return (outputs @ outputs.T).logsumexp((0, 1))
-
-    with refusal("criterion.try_twice", "neither", "count(targets)"):
-        ddpkit.Criterion(contrast)(outputs, torch.zeros(4))
+    with refusal("criterion.init", 'reduction="total"', '"mean"'):
+        ddpkit.Criterion(functional.mse_loss, reduction="total")
     with refusal("criterion.count", "dict", "count(targets)"):
         ddpkit.Criterion(nn.MSELoss()).count({"boxes": one})
 
@@ -76,14 +73,34 @@ def test_a_mean_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
         each = functional.cross_entropy(outputs, targets, reduction="none")
         return (weights * each).sum() / weights.sum()
 
-    ddpkit.Criterion(lambda *two: functional.cross_entropy(*two), "abc")(
-        outputs, targets
-    )
-    assert lines == []
-    ddpkit.Criterion(weighted, "abc")(outputs, targets)
-    (line,) = lines
-    assert "no mean over labels" in line
-    assert "count(targets)" in line
+    def contrast(outputs: Tensor, _: Tensor) -> Tensor:
+        return (outputs @ outputs.T).logsumexp((0, 1))
+
+    mean = functools.partial(functional.cross_entropy)
+    total = functools.partial(functional.cross_entropy, reduction="sum")
+    masks = targets.repeat(1, 2, 1)
+    pixels = outputs.T.repeat(1, 2, 1).view(1, 3, 2, 7)
+    for loss, kind, is_right in (
+        (mean, "mean", True),
+        (total, "sum", True),
+        (total, "mean", False),
+        (mean, "sum", False),
+        (weighted, "mean", False),
+        (contrast, "mean", False),
+    ):
+        criterion = ddpkit.Criterion(loss, "abc", reduction=kind)
+        criterion(outputs[:0], targets[:0])  # shows nothing
+        for _ in range(2):  # said once
+            criterion(outputs, targets)
+        assert len(lines) == (not is_right)
+        if lines:
+            assert f"no {kind} over labels" in lines[0]
+            assert "count(targets)" in lines[0]
+        lines.clear()
+        if loss in (mean, total):  # also of one sample
+            ddpkit.Criterion(loss, "abc", kind)(pixels, masks)
+            assert len(lines) == (not is_right)
+            lines.clear()
 
 
 class Running(nn.Module):
@@ -151,7 +168,8 @@ def test_sums_and_counts_of_any_loss() -> None:
         (smp.losses.FocalLoss("multiclass", ignore_index=255), logits, masks, None),
     ]
     for loss, outputs, targets, expected in cases:
-        criterion = ddpkit.Criterion(loss, "abc")
+        is_sum = loss in (sum_by_hand, sum_of_shares)
+        criterion = ddpkit.Criterion(loss, "abc", "sum" if is_sum else "mean")
         total = float(criterion(outputs, targets))
         count = float(criterion.count(targets))
         assert expected is None or count == pytest.approx(expected)
