@@ -102,9 +102,11 @@ class FirstSteps:
         if self.is_cleared:  # of several batches, before the first
             return
         self.is_cleared = True
-        replicas.check_cleared(self.optimizer)
+        # Others, nearer to the loss, may have this step's already.
+        network = self.parts.get("trained", self.parts["model"])
+        replicas.check_cleared(self.optimizer, set(network.parameters()))
         for name in sorted(self.others.keys() & self.stepped):
-            if replicas.has_gradients(self.others[name]):
+            if replicas.has_gradients(replicas.weights_of(self.others[name])):
                 distributed.print0(
                     f"{name}: the gradients of the step before are still there at backward(); "
                     "right only if its zero_grad() comes before its own backward()"
@@ -112,6 +114,13 @@ class FirstSteps:
 
     def _check_first(self, loss: Tensor | float, count: Tensor | float) -> None:
         replicas.check_slopes(self.slopes, count, self.passes, self.scale)
+        seen = sum(float(own) for _, own in self.slopes)
+        seen = sum(distributed.gather_objects(seen))
+        if self.slopes and seen < 0.999 * float(count):
+            distributed.print0(
+                f"warning: the step counts {float(count):g} labels, and criterion(...) got "
+                f"{seen:g}: where transform_batch removes labels, count those that it returns"
+            )
         masks.say_void(self.masks)
         self.masks.clear()
         if self.passes > 1 and self.slopes:
@@ -173,7 +182,8 @@ class LateChanges:
                 "stopped: what unfreezes them in an epoch has to do so, too, when the run resumes "
                 "in a later one (epoch >= N, not ==)"
             )
-        if self.at_start and self.at_start != self._summary():
+        now = self._summary()
+        if any(now[name] != each for name, each in self.at_start.items()):
             distributed.print0(
                 "a scheduler or another part was changed before run.steps() in an epoch that is "
                 "resumed in its middle, where it has been changed already: do that at the end of "

@@ -315,9 +315,10 @@ class Run(Checkpoints):
             if name in self.parts or is_later(name):
                 saved[name] = each
         mine = self._own_states(state, saved)
-        load_weights(self.model, state, self.classes, self.flags)
         step = self._schedule_step(state)
-        states.load_states({**state, **mine}, self.parts, step)
+        state |= mine
+        load_weights(self.model, state, self.classes, self.flags)
+        states.load_states(state, self.parts, step)
 
     def _go_on(self, state: State) -> None:
         """Go on where the checkpoint was; if other batches would follow, at the epoch's start."""

@@ -513,12 +513,13 @@ class Checkpoints:
         self.share = distributed.rank() * self.draws_by_rank
         found = dict(saved)
         for name, each in state.get("of_ranks", {}).items():
-            if len(each) != distributed.world_size():
+            if len(each) == distributed.world_size():
+                found[name] = {**found[name], **each[distributed.rank()]}
+            elif not isinstance(self.parts.get(name), nn.Module):
                 raise UserError(
                     f"{state['path']}: {name} had a state of its own on each of {len(each)} ranks: "
                     f"resume on as many; {TO_UNDO}"
                 )
-            found[name] = each[distributed.rank()]
         for name in list(found):
             if is_later(name) and name not in self.parts:
                 self.later[name] = found.pop(name)
@@ -583,6 +584,8 @@ def check_parts(door: str, parts: dict[str, object]) -> None:
     door: the class that is given them.
     """
     for name, part in parts.items():
+        if hasattr(part, "persistent"):  # torchmetrics', which are not saved by default
+            part.persistent(True)
         kinds = {kind.__name__ for kind in type(part).__mro__}
         if isinstance(part, nn.Module):
             for each in part.modules():

@@ -48,7 +48,7 @@ MISFITS = (
 ALIKE = (dict, (list, tuple), str, Tensor, (bool, int, float))
 OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # what has to be the same on all ranks
-ON_ALL = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+ON_ALL = (Optimizer, LRScheduler, torch.amp.GradScaler)
 COMPILED = "_orig_mod."  # in names of weights, by torch.compile
 ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
 
@@ -100,11 +100,11 @@ def load_module(module: nn.Module, saved: State) -> None:
     module.load_state_dict(saved)
 
 
-def checksums(values: Mapping[str, Any]) -> dict[str, int]:
+def checksums(values: Mapping[Any, Any]) -> dict[Any, int]:
     """Return for each of the `values`, such as states, a number; it reads the device once."""
     sums: list[Tensor] = []
-    owners: list[str] = []  # of these
-    others: dict[str, list] = {name: [] for name in values}
+    owners: list = []  # of these
+    others: dict[Any, list] = {name: [] for name in values}
     for name, value in values.items():
         for leaf in leaves_of(value):
             if not isinstance(leaf, Tensor):
@@ -125,30 +125,37 @@ def checksums(values: Mapping[str, Any]) -> dict[str, int]:
 def compare_ranks(parts: Parts, taken: State) -> dict[str, list[State]]:
     """Return the states of all ranks of those parts of which they differ; all have to call it.
 
-    taken: what `take_states` has returned.
+    Of a network that is what it has besides weights. taken: what `take_states` has returned.
 
     Raises a UserError if that is a part that has to be the same on all ranks.
     """
     if distributed.world_size() == 1:
         return {}
-    compared = {}
+    others = dict(taken)
+    weights = {}
     for name, part in parts.items():
-        compared[name] = taken[name]
-        if isinstance(part, nn.Module):  # buffers are rank 0's
-            compared[name] = replicas.plain(part.named_parameters())
-    ranks = distributed.gather_objects(checksums(compared))
+        if isinstance(part, nn.Module):
+            weights[name, "weights"] = replicas.plain(part.named_parameters())
+            known = {key.replace(COMPILED, "") for key in weights[name, "weights"]}
+            others[name] = {
+                key: each for key, each in taken[name].items() if key not in known
+            }
+    ranks = distributed.gather_objects(checksums({**others, **weights}))
+    differ = {
+        key for key in ranks[0] if any(each[key] != ranks[0][key] for each in ranks)
+    }
+    for key in differ & weights.keys():
+        replicas.check_same(weights[key])
     own = {}
     for name, part in parts.items():
-        if all(each[name] == ranks[0][name] for each in ranks):
+        if name not in differ:
             continue
-        if isinstance(part, nn.Module):
-            replicas.check_same(compared[name])
         if isinstance(part, ON_ALL):
             raise UserError(
                 f"the {name} differs between ranks: change it in the same way on all ranks, such "
                 "as by a number that is reduced"
             )
-        mine = tree_map_only(Tensor, lambda tensor: tensor.cpu(), taken[name])
+        mine = tree_map_only(Tensor, lambda tensor: tensor.cpu(), others[name])
         own[name] = distributed.gather_objects(mine)
     return own
 
