@@ -36,7 +36,6 @@ from ddpkit.ranks import (
     workers,
 )
 from ddpkit.ranks.protocol import (
-    ANSWER_SECONDS,
     END_SECONDS,
     MISTAKE,
     NOTICE_SECONDS,
@@ -310,8 +309,10 @@ def _of_others(is_late: bool) -> str:
     """Return a line on the others: this rank has waited too long for one, or lost it."""
     what = "lost"
     if is_late:
-        seconds = f"{distributed.timeout():g} s ({distributed.timeout_name()})"
-        what = f"timed out after {seconds} waiting for"
+        name = "timeout of the process group"
+        if distributed.Group.has_met_itself:
+            name = "--dist-timeout"
+        what = f"timed out after {distributed.timeout():g} s ({name}) waiting for"
     line = f"{environment.own_rank()} {what} another rank"
     # The store may hang.
     stderr = sys.__stderr__ or sys.stderr
@@ -322,7 +323,7 @@ def _of_others(is_late: bool) -> str:
         ):
             is_new = not explaining.answered()  # before training no hang is shown
             if is_late and is_new and distributed.is_joined():
-                explaining.show(f"{line}:", ANSWER_SECONDS, is_hang=False)
+                explaining.show(f"{line}:")
             for state in distributed.states(range(distributed.world_size())):
                 if "has ended" in state:
                     line += f": {state}"
@@ -371,15 +372,12 @@ def _of_torch(error: Exception) -> UserError | str | None:
 
 def _unused(error: Exception, text: str) -> UserError:
     """Name the weights to which the last backward pass has brought no gradient."""
-    callers = [
-        frame.f_locals.get("self")
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    ]
-    networks = [each for each in callers if isinstance(each, DistributedDataParallel)]
-    found = re.search(
-        r"indices which did not receive grad for rank \d+: ([\d ]+)", text
-    )
-    names = replicas.trained_names(networks[-1]) if networks else []
+    names: list[str] = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, DistributedDataParallel):
+            names = replicas.trained_names(caller)
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
     numbers = found[1].split() if found else []
     unused = [names[int(n)] for n in numbers if int(n) < len(names)]
     return UserError(
@@ -390,19 +388,7 @@ def _unused(error: Exception, text: str) -> UserError:
 
 
 def _of_memory(error: Exception) -> UserError | None:
-    what = out_of_memory(error)
-    if not what:
-        return None
-    size = f" with batches of {_batch_size}" if _batch_size else ""
-    return UserError(
-        f"{environment.own_rank()} is out of {what}{size}: use smaller batches (to accumulate "
-        "gradients keeps the global batch) or images or, for segmentation, tiles"
-        f"{'' if 'GPU' in what else '; or fewer loader workers'}"
-    )
-
-
-def out_of_memory(error: Exception) -> str | None:
-    """Return such as "GPU memory (asked for 2.00 GiB, peak 75.3 of 79.2 GiB)", if it is that."""
+    """Return a line if this rank lacks memory, of which kind, how much was asked, and the peak."""
     text = str(error)
     is_of_python = isinstance(error, MemoryError)
     is_said = re.search("out of memory|alloc_cpu", text)
@@ -414,14 +400,21 @@ def out_of_memory(error: Exception) -> str | None:
     on_host = is_of_python or re.search("alloc_cpu|in pin memory", text)
     asked = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)
     known = [f"asked for {asked[1]}"] if asked else []
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() or devices.CPU
     most = math.nan if on_host else peak(device)
     if most > 0:
         module = torch.get_device_module(device)
         total = module.get_device_properties(module.current_device()).total_memory
         known.append(f"peak {most / GIB:.3g} of {total / GIB:.3g} GiB")
     kind = "memory" if on_host else "GPU memory"
-    return f"{kind} ({', '.join(known)})" if known else kind
+    sizes = f" ({', '.join(known)})" if known else ""
+    batches = f" with batches of {_batch_size}" if _batch_size else ""
+    rest = "; or fewer loader workers" if on_host else ""
+    return UserError(
+        f"{environment.own_rank()} is out of {kind}{sizes}{batches}: use smaller batches (to "
+        "accumulate gradients keeps the global batch) or images or, for segmentation, tiles"
+        f"{rest}"
+    )
 
 
 def peak(device: torch.device) -> float:
