@@ -43,7 +43,10 @@ def failure(path: Path | str, error: OSError, verb: str = "written") -> LineErro
     if isinstance(error, FileExistsError) and error.filename:
         place = error.filename
         if os.path.islink(place):
-            reason = f"{place} links to {os.readlink(place)}, which is not there"
+            target = os.readlink(place)
+            return UserError(
+                f"{path}: cannot be {verb} ({place} links to {target}, which is not there)"
+            )
     return UserError(f"{path}: cannot be {verb} ({reason})")
 
 

@@ -249,7 +249,7 @@ def samplers_of(loader: object) -> list:
     return places[1:]
 
 
-def begun(loader: Any, epoch: int, *key: int) -> Iterator:
+def begun(loader: object, epoch: int, *key: int) -> Iterator:
     """Begin `epoch` of any loader, whose samplers and data set are told; return its batches.
 
     key: decides the random numbers, of their own generators, too, which would go on elsewhere;
@@ -293,7 +293,7 @@ def _seed_generator(generator: AnyGenerator, value: int) -> None:
         generator.seed(value % 2**32)
 
 
-def drawn(loader: Any, *key: int) -> Iterator:
+def drawn(loader: object, *key: int) -> Iterator:
     """Yield the batches of any loader, with random numbers that `key` alone decides.
 
     So are those that this process draws for it: the same on all ranks, whatever is drawn elsewhere.
@@ -312,7 +312,7 @@ def drawn(loader: Any, *key: int) -> Iterator:
         samples.set_random_state(inside)
 
 
-def numbered(loader: Any, batches: Iterator) -> Iterator[list]:
+def numbered(loader: object, batches: Iterator) -> Iterator[list]:
     """Yield batches of any loader with the indices of their samples, negative if not known."""
     in_order = (SequentialSampler, BatchSampler)  # not a class derived from them
     is_known = isinstance(samples.dataset_of(loader), IterableDataset) or all(

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import alone, environment, meeting
-from ddpkit.ranks.meeting import Note
 
 NETWORK = "GLOO_SOCKET_IFNAME"  # which interface gloo uses
 SIOCGIFADDR = 0x8915  # in Linux' <linux/sockios.h>
@@ -57,7 +56,7 @@ def memory_layout(device: torch.device) -> torch.memory_format:
     return torch.channels_last
 
 
-def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
+def pick(on_cpu: bool = False) -> tuple[torch.device, dict]:
     """Return this rank's GPU, or the CPU if there is none or `on_cpu`, and a note for `check`.
 
     The numbers of a node's ranks go round the GPUs that each of them sees: all of the node, or, as
@@ -118,7 +117,7 @@ def _name(device: torch.device) -> str:
 
 
 def check(
-    notes: Sequence[Note], device: torch.device, is_debugged: bool
+    notes: Sequence[dict], device: torch.device, is_debugged: bool
 ) -> torch.device:
     """Return `device`, or the CPU if ranks would share one under a debugger; else a UserError."""
     gpus: dict[str, list[str]] = {}
@@ -172,9 +171,7 @@ def backend(device: torch.device) -> str:
 
 def of_group() -> torch.device:
     """Return the kind of device whose tensors the group's collectives take."""
-    if "gloo" in dist.get_backend():
-        return CPU
-    return torch.accelerator.current_accelerator() or CPU
+    return CPU if "gloo" in dist.get_backend() else kind()
 
 
 def is_mixed() -> bool:
@@ -193,7 +190,7 @@ def address(host: str) -> str:
     return ""
 
 
-def choose_network(notes: Sequence[Note]) -> None:
+def choose_network(notes: Sequence[dict]) -> None:
     """Have gloo use the network on which the ranks have met, if this host's name does not say it.
 
     On Debian a host's name is 127.0.1.1, which no other node reaches. What people set has priority.

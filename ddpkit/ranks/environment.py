@@ -182,9 +182,11 @@ def read_group() -> tuple[str, int, int, int]:
         value = env.get(name, "")
         if value.isdecimal() or (value and name == "MASTER_ADDR"):
             continue
-        what = f"{name}={value} is not a number"
-        if not value:
-            what = f"RANK is set, {name} is not"
+        what = (
+            f"{name}={value} is not a number"
+            if value
+            else f"RANK is set, {name} is not"
+        )
         raise UserError(f"{what}: start with ./launch.sh or torchrun, or unset RANK")
     rank = int(env["RANK"])
     size = int(env["WORLD_SIZE"])

@@ -180,9 +180,9 @@ def keep_store() -> None:
     store = distributed.store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.FileStore) or distributed.local_rank() != 0:
-        return
-    if sys.platform == "win32":  # which removes no file that is open
+    # Windows removes no file that is open
+    is_file = isinstance(store, dist.FileStore) and sys.platform != "win32"
+    if not is_file or distributed.local_rank():
         return
     path = Path(store.path)  # type: ignore[attr-defined]
     if not _store_file:
@@ -400,20 +400,22 @@ def _of_memory(error: Exception) -> UserError | None:
     on_host = is_of_python or re.search("alloc_cpu|in pin memory", text)
     asked = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)
     known = [f"asked for {asked[1]}"] if asked else []
-    device = torch.accelerator.current_accelerator() or devices.CPU
+    device = devices.kind()
     most = math.nan if on_host else peak(device)
     if most > 0:
         module = torch.get_device_module(device)
         total = module.get_device_properties(module.current_device()).total_memory
         known.append(f"peak {most / GIB:.3g} of {total / GIB:.3g} GiB")
-    kind = "memory" if on_host else "GPU memory"
-    sizes = f" ({', '.join(known)})" if known else ""
-    batches = f" with batches of {_batch_size}" if _batch_size else ""
+    words = ["memory" if on_host else "GPU memory"]
+    if known:
+        words.append(f"({', '.join(known)})")
+    if _batch_size:
+        words.append(f"with batches of {_batch_size}")
+    what = " ".join(words)
     rest = "; or fewer loader workers" if on_host else ""
     return UserError(
-        f"{environment.own_rank()} is out of {kind}{sizes}{batches}: use smaller batches (to "
-        "accumulate gradients keeps the global batch) or images or, for segmentation, tiles"
-        f"{rest}"
+        f"{environment.own_rank()} is out of {what}: use smaller batches (to accumulate "
+        f"gradients keeps the global batch) or images or, for segmentation, tiles{rest}"
     )
 
 

@@ -24,7 +24,6 @@ from ddpkit.ranks import environment, protocol
 
 LOOPBACK = "127.0.0.1"
 LIBUV = sys.platform != "win32"  # torch is built without it there
-Note = dict  # what a rank tells the others, as JSON
 
 
 def ticks(seconds: float) -> Iterator[bool]:
@@ -121,8 +120,8 @@ def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:
 
 
 def join(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, note: Note
-) -> tuple[dist.Store, list[Note]]:
+    store: dist.Store, rank: int, size: int, timeout: timedelta, note: dict
+) -> tuple[dist.Store, list[dict]]:
     """Return once all ranks have called this: the part of `store` for what follows, and all notes.
 
     Raises a UserError, the same in all, if they do not fit or are not there within `timeout`.
@@ -146,7 +145,7 @@ def join(
     return dist.PrefixStore("joined", store), met["notes"]
 
 
-def _leave_note(store: dist.Store, rank: int, size: int, note: Note) -> str:
+def _leave_note(store: dist.Store, rank: int, size: int, note: dict) -> str:
     """Leave this rank's note in the store; return why it fits none, or nothing."""
     if rank >= size:
         return f"RANK={rank} with WORLD_SIZE={size}: the last rank is {size - 1}"
