@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import TypeVar
 
 from ddpkit.errors import DiskError, LineError, UserError, print_line
 
@@ -84,7 +84,9 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(part) as file:
+        # what a killed run has left, or a link, which "x" does not follow
+        part.unlink(missing_ok=True)
+        with part.open("xb") as file:
             # In a folder of a group somebody may put a link to another file of this
             # user's in its place: where the system has a name of the open file itself,
             # that is what is written.
@@ -137,12 +139,6 @@ def move(source: Path, target: Path) -> None:
     os.replace(source, target)
 
 
-def new_file(path: Path, mode: str = "xb", **how: Any) -> IO:
-    """Open a new file in place of one that a killed run has left, or of a link, to write."""
-    path.unlink(missing_ok=True)
-    return open(path, mode, **how)  # "x" follows no link
-
-
 @contextlib.contextmanager
 def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], object]]:
     """Give the block a function that writes a row of a CSV file; until its end it is `.partial`.
@@ -152,8 +148,9 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        how = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
-        with new_file(partial, "x", buffering=1, **how) as file:  # 1: by lines
+        partial.unlink(missing_ok=True)  # as above
+        # 1: by lines
+        with partial.open("x", 1, "utf-8", "surrogateescape", "") as file:
             writer = csv.writer(file, lineterminator="\n")
 
             def write_row(row: Sequence) -> None:
@@ -206,7 +203,7 @@ def sync(path: Path) -> None:
 
 
 def lock(path: Path) -> bool:
-    """Return whether this process got the lock `path`; True where there are none.
+    """Return whether this process got the lock `path`, until it ends; True where there are none.
 
     By flock: what lockf locks is free once the process closes any handle of the file.
 
@@ -220,7 +217,14 @@ def lock(path: Path) -> bool:
         return True
     for _ in range(50):  # a run that was just killed may need a moment
         try:
-            _lock_now(handle)
+            if sys.platform == "win32":
+                import msvcrt
+
+                msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _locks[key] = handle
             return True
         except OSError as error:
@@ -230,18 +234,6 @@ def lock(path: Path) -> bool:
         time.sleep(0.1)
     os.close(handle)
     return False
-
-
-def _lock_now(handle: int) -> None:
-    """Lock an open file, for as long as this process lives; raise an OSError if another has."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _open_lock(path: Path) -> int:

@@ -41,13 +41,14 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ddpkit.errors import UserError, guard_streams, no_torch, print_error, print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.ranks.environment import Nodes
 
 POLL = 0.05  # seconds between two looks at the ranks
+SUSPEND = getattr(signal, "SIGTSTP", signal.SIGINT)  # Windows has none
 HINTS = {
     "SIGKILL": ": out of memory?",
     "SIGABRT": ": if gloo has printed a line, ranks are in different collectives or shapes",
@@ -66,14 +67,9 @@ class Ranks:
         # with its number a file that a rank removes if it says why it ends
         self.silent = ""
         self.kill_at = math.inf
-        handlers: dict[int, Callable[[int, object], None]] = dict.fromkeys(
-            protocol.STOP_SIGNALS, self.on_signal
-        )
-        if hasattr(signal, "SIGTSTP"):  # not on Windows
-            handlers[signal.SIGTSTP] = self.suspend
-        for signum, handler in handlers.items():
+        for signum in protocol.STOP_SIGNALS | {SUSPEND}:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
-                signal.signal(signum, handler)
+                signal.signal(signum, self.on_signal)
 
     def start_all(self, words: Sequence[str], store: str) -> None:
         """Start a Python with `words` for each rank; those of one node meet in the file `store`."""
@@ -107,6 +103,8 @@ class Ranks:
             self.send(self.first)
 
     def on_signal(self, signum: int, _: object) -> None:
+        if signum == SUSPEND != signal.SIGINT:
+            return self.suspend()
         now = time.monotonic()
         # a terminal and a scheduler may both send the same one
         is_new = now > self.first_at + protocol.DUPLICATE_SECONDS
@@ -119,7 +117,7 @@ class Ranks:
             self.kill_at = min(self.kill_at, now + protocol.END_SECONDS)
         self.send(signum)
 
-    def suspend(self, *_: object) -> None:
+    def suspend(self) -> None:
         """On Ctrl-Z stop the ranks with this process, until it continues."""
         began = time.monotonic()
         self.pass_on(signal.SIGSTOP)
@@ -177,8 +175,7 @@ class Ranks:
                     name = signal.Signals(self.first).name
                     seconds = time.monotonic() - self.first_at
                     print_error(
-                        f"the ranks had not ended {seconds:.0f} s after {name} and were "
-                        "killed"
+                        f"the ranks had not ended {seconds:.0f} s after {name} and were killed"
                     )
             time.sleep(POLL)
             statuses = self.poll()

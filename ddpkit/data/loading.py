@@ -52,13 +52,12 @@ class TrainSampler(Sampler[Key]):
             )
         self.seed = seed
         self.cumulated: Tensor | None = None
+        kind = "shuffle"
         if sample_weights is not None:
             self.cumulated = self._cumulate(sample_weights)
-        kind = "shuffle"
-        if self.cumulated is not None:
             kind = f"weighted {samples.checksum(self.cumulated)}"
         # What the order depends on in addition to the epoch; checkpoints have it.
-        self.order: dict[str, Any] = {
+        self.order: dict = {
             "images": self.total,
             "training_set": fingerprint(dataset),
             "seed": seed,
@@ -98,8 +97,7 @@ class TrainSampler(Sampler[Key]):
             order = torch.searchsorted(self.cumulated, drawn, right=True)
         # Dealt in turn, so that a global batch is one stretch of the order.
         # What does not fill a global batch is left out.
-        left = (self.total - self.seen) // self.global_batch * self.global_batch
-        end = self.seen + left
+        end = self.total - (self.total - self.seen) % self.global_batch
         mine = order[self.seen + distributed.rank() : end : distributed.world_size()]
         return (Key(self.epoch, number) for number in mine.tolist())
 
@@ -150,8 +148,8 @@ class Loader(DataLoader):
         classes: int | Sequence[str] | None,
         seed: int,
         count: int | None,
-        how: dict[str, Any],
-        options: dict[str, Any],
+        how: dict,
+        options: dict,
     ) -> None:
         taken = sorted(options.keys() & {"sampler", "batch_sampler", "shuffle"})
         if taken:
@@ -178,9 +176,8 @@ class Loader(DataLoader):
         if self.seeded.is_any:
             return batches
         format = normalizing.format_of(self)
-        cpu = torch.device("cpu")
         parts = batches_by_size(batches)
-        return (normalizing.move(batch, cpu, format) for batch in parts)
+        return (normalizing.move(batch, devices.CPU, format) for batch in parts)
 
     def raw(self, epoch: int = 0, seen: int = 0) -> Iterator:
         """Return this rank's batches as samples have them, without the first `seen` samples."""
@@ -261,15 +258,13 @@ def val_loader(
     return Loader(dataset, classes, seed, workers, how, options)
 
 
-def workers(count: int | None, device: torch.device) -> dict[str, Any]:
+def workers(count: int | None, device: torch.device) -> dict:
     """Return the arguments of a DataLoader that start `count` workers, which end with their rank.
 
     On a GPU, but Apple's, batches are copied from pinned memory.
     """
     if count is None:
         count = default_workers()
-    if count:
-        children.end_workers_at_exit()
     seconds = 0.0
     if count and not distributed.any_debugged():
         # Shorter than the ranks' own time-out: if a worker hangs, this rank can name
@@ -304,8 +299,7 @@ def explain_loading(error: Exception) -> str | UserError | None:
     pids = re.findall(r"\d+", found[1] or "")
     at: dict[int, str] = {}
     for seeded in Seeded.in_use:
-        pairs = zip(seeded.reading[::2], seeded.reading[1::2], strict=True)
-        for pid, sample in pairs:
+        for pid, sample in zip(seeded.reading[::2], seeded.reading[1::2], strict=True):
             if sample and (not pids or str(pid) in pids):
                 at[pid] = f" at {samples.name(seeded.dataset, sample - 1)}"
     # what torch has noticed first need not be all

@@ -15,7 +15,7 @@ from ddpkit.ranks import devices
 class Batch(tuple):
     """(images, targets, ...), also of samples that are dicts."""
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Any) -> object:
         if isinstance(key, str):
             raise UserError(
                 f"batch[{key!r}]: a batch is (images, targets, ...), also of samples that are "
@@ -24,7 +24,7 @@ class Batch(tuple):
         return super().__getitem__(key)
 
 
-def unpack(batch: Any) -> tuple:
+def unpack(batch: object) -> tuple:
     """Return a batch as (images, targets, ...), floating-point or uint8 images (N, C, H, W)."""
     parts = samples.ordered(batch)
     if parts is None or not isinstance(parts[0], Tensor):
@@ -41,7 +41,7 @@ def unpack(batch: Any) -> tuple:
     return parts
 
 
-def find_format(dataset: Any) -> Format | None:
+def find_format(dataset: object) -> Format | None:
     """Return the format of a data set, or of those that it wraps, which has to be one."""
     own = getattr(dataset, "format", None)
     if isinstance(own, Format):
@@ -57,32 +57,27 @@ def find_format(dataset: Any) -> Format | None:
     return found[0] if found else None
 
 
-def format_of(loader: Any) -> Format:
+def format_of(loader: object) -> Format:
     return find_format(samples.dataset_of(loader)) or DEFAULT_FORMAT
 
 
-def move(batch: Any, device: torch.device, format: Format) -> tuple:
+def move(batch: object, device: torch.device, format: Format) -> tuple:
     """Return a batch, which has travelled as uint8, on `device`, as `eval_batches` describes it."""
-    is_async = devices.copies_async(device)
-    moved = [
-        part.to(device, non_blocking=is_async) if isinstance(part, Tensor) else part
-        for part in unpack(batch)
-    ]
-    moved[0] = normalize_images(moved[0], format)
-    moved[1] = as_targets(moved[1])
-    return Batch(moved)
+    images, _, *others = unpack(batch)
+    found = normalize_images(_moved(images, device), format)
+    moved = [_moved(part, device) for part in others]
+    return Batch([found, targets_of(batch, device), *moved])
 
 
-def targets_of(batch: Any, device: torch.device) -> Any:
-    """Return the targets of a batch on `device`, as `move` does."""
-    targets = unpack(batch)[1]
-    if isinstance(targets, Tensor):
-        targets = targets.to(device, non_blocking=devices.copies_async(device))
-    return as_targets(targets)
+def _moved(part: Any, device: torch.device) -> Any:
+    if isinstance(part, Tensor):
+        return part.to(device, non_blocking=devices.copies_async(device))
+    return part
 
 
-def as_targets(targets: Any) -> Any:
-    """Return a tensor as int64, or float32; anything else as it is."""
+def targets_of(batch: object, device: torch.device) -> Any:
+    """Return the targets of a batch on `device`: int64, or float32; what is no tensor as it is."""
+    targets = _moved(unpack(batch)[1], device)
     if not isinstance(targets, Tensor):
         return targets
     return targets.float() if targets.is_floating_point() else targets.long()

@@ -122,7 +122,7 @@ class OtherSource:
         ]
         self.global_batch = next(filter(None, sizes), 1) * ranks * accumulate
         self.total = self.steps * self.global_batch
-        self.order: dict[str, Any] = {
+        self.order: dict = {
             "images": self.total,
             "training_set": fingerprint(samples.dataset_of(loader)),
             "seed": seed,
@@ -186,20 +186,18 @@ def _compare_ranks(loader: object, begin: Callable[[], Iterator], use: str) -> i
     count = -(-MOST_COMPARED // size)  # batches, rounded up
     mine = _look(itertools.islice(begin(), count))
     found = distributed.gather_objects(mine)
-    known = list(filter(None, found))
-    wholes = {whole for whole, _, _ in known}
-    has_empty = len(known) < ranks  # a rank's share may be that
-    if len(wholes) < 2 and not has_empty:
+    wholes, labels, do_vary = map(set, zip(*found, strict=True))
+    if len(wholes) == 1:
         return ranks
-    if len(wholes) < len(known):
+    if len(wholes) < ranks:
         raise UserError(
             f"the {use} loader gives some ranks the same batches, and others their own: "
             "give all the same, or each its share, as DistributedSampler does"
         )
-    if has_empty or len({labels for _, labels, _ in known}) > 1:
+    if len(labels) > 1:
         return 1
     # The images alone differ, which augmentation may do: labels that vary tell.
-    if any(do_vary for _, _, do_vary in known):
+    if any(do_vary):
         return ranks
     # Nothing else tells: do the images differ by chance, or are they others?
     again = _look(itertools.islice(begin(), count))
@@ -212,11 +210,10 @@ def _compare_ranks(loader: object, begin: Callable[[], Iterator], use: str) -> i
     )
 
 
-def _look(batches: Iterator) -> tuple[int, int, bool] | None:
+def _look(batches: Iterator) -> tuple[int, int, bool]:
     """Return checksums of batches and of the labels in them, and whether labels vary."""
-    read = list(batches)
-    if not read:
-        return None
+    # a rank's share may be empty, unlike what any other has
+    read = list(batches) or [distributed.rank()]
     # and names and the like: what no augmentation changes
     labels = [part for part in tree_leaves(read) if getattr(part, "ndim", 0) < 3]
     values = [part.tolist() for part in labels if getattr(part, "ndim", 0)]
@@ -252,7 +249,7 @@ def samplers_of(loader: object) -> list:
     return places[1:]
 
 
-def begun(loader: Any, epoch: int, *key: int) -> Iterator:
+def begun(loader: object, epoch: int, *key: int) -> Iterator:
     """Begin `epoch` of any loader, whose samplers and data set are told; return its batches.
 
     key: decides the random numbers, of their own generators, too, which would go on elsewhere;
@@ -278,10 +275,12 @@ def begun(loader: Any, epoch: int, *key: int) -> Iterator:
 
 def generators_in(*owners: object) -> list[AnyGenerator]:
     """Return the generators of random numbers that are attributes of these."""
-    values = [
-        value for each in owners for value in getattr(each, "__dict__", {}).values()
+    return [
+        value
+        for each in owners
+        for value in getattr(each, "__dict__", {}).values()
+        if isinstance(value, AnyGenerator)
     ]
-    return [value for value in values if isinstance(value, AnyGenerator)]
 
 
 def _seed_generator(generator: AnyGenerator, value: int) -> None:
@@ -294,7 +293,7 @@ def _seed_generator(generator: AnyGenerator, value: int) -> None:
         generator.seed(value % 2**32)
 
 
-def drawn(loader: Any, *key: int) -> Iterator:
+def drawn(loader: object, *key: int) -> Iterator:
     """Yield the batches of any loader, with random numbers that `key` alone decides.
 
     So are those that this process draws for it: the same on all ranks, whatever is drawn elsewhere.
@@ -313,7 +312,7 @@ def drawn(loader: Any, *key: int) -> Iterator:
         samples.set_random_state(inside)
 
 
-def numbered(loader: Any, batches: Iterator) -> Iterator[list]:
+def numbered(loader: object, batches: Iterator) -> Iterator[list]:
     """Yield batches of any loader with the indices of their samples, negative if not known."""
     in_order = (SequentialSampler, BatchSampler)  # not a class derived from them
     is_known = isinstance(samples.dataset_of(loader), IterableDataset) or all(

@@ -40,9 +40,7 @@ DIFFERS = (
 )
 MapDataset = Any  # with len and samples by number
 # Of a million samples a checksum takes seconds, and a start asks for it several times.
-_checksums: weakref.WeakKeyDictionary[Any, tuple[tuple, int]] = (
-    weakref.WeakKeyDictionary()
-)
+_checksums: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def hash_key(*key: int) -> int:
@@ -169,8 +167,7 @@ class Seeded(Dataset):
         self.dataset = dataset
         self.seed = seed
         self.is_any = classes is None
-        number = classes if isinstance(classes, int) else len(classes or ())
-        self.num_classes = number
+        self.num_classes = classes if isinstance(classes, int) else len(classes or ())
         # Written by each worker: its process id, and its sample's index + 1 while it
         # reads one. Written by the first worker: how many samples it has still to read
         # twice, and the index + 1 of one of which two reads differ.
@@ -282,7 +279,7 @@ class Seeded(Dataset):
                 f"{name(self.dataset, index)}: the mask has become a tv_tensors.Image, whose class "
                 "numbers transforms average: crop first, or use tv_tensors.Mask(mask.read())"
             )
-        target = as_tensor(given[1], is_image=False)
+        target = as_tensor(mask, is_image=False)
         self._check_target(index, target, image)
         return (image, target, *given[2:])
 
@@ -341,14 +338,14 @@ class Seeded(Dataset):
             self.reading[at + 1] = sample
 
 
-def size(dataset: Any) -> Any:
+def size(dataset: MapDataset) -> Any:
     """Return how many samples there are, an int; None for a stream that does not say so."""
     with contextlib.suppress(TypeError):
         return len(dataset)
     return None  # of a stream
 
 
-def wrapped(dataset: Any) -> list:
+def wrapped(dataset: object) -> list:
     """Return the data sets of a wrapper, such as Subset or ConcatDataset; of others none."""
     found = getattr(dataset, "datasets", None)
     if isinstance(found, Mapping):  # of a StackDataset
@@ -362,7 +359,7 @@ def wrapped(dataset: Any) -> list:
     ]
 
 
-def places(dataset: Any, index: int) -> list[tuple[Any, int]]:
+def places(dataset: MapDataset, index: int) -> list[tuple]:
     """Return where a sample is: `dataset` and its index, then those of the sets within it.
 
     From the outside to the inside, so that what somebody has put around a data set counts.
@@ -373,7 +370,7 @@ def places(dataset: Any, index: int) -> list[tuple[Any, int]]:
     return found
 
 
-def _inner(dataset: Any, index: int) -> list[tuple[Any, int]]:
+def _inner(dataset: MapDataset, index: int) -> list[tuple]:
     """Return in which of the data sets that `dataset` wraps a sample is, and its index there.
 
     None of a wrapper with neither `indices` nor as many samples as it wraps: its order may be any.
@@ -384,7 +381,7 @@ def _inner(dataset: Any, index: int) -> list[tuple[Any, int]]:
     if not total or None in sizes:
         return []
     index %= total
-    indices: Any = getattr(dataset, "indices", None)
+    indices = getattr(dataset, "indices", None)
     if len(parts) == 1 and hasattr(indices, "__len__") and len(indices) == total:
         return [(parts[0], int(indices[index]))]  # as Subset
     if sum(sizes) != total:  # as StackDataset, whose sample has parts of all
@@ -396,7 +393,7 @@ def _inner(dataset: Any, index: int) -> list[tuple[Any, int]]:
     return []
 
 
-def listed(dataset: Any) -> Sequence:
+def listed(dataset: object) -> Sequence:
     """Return the list `samples` of a data set, empty if it has none."""
     found = getattr(dataset, "samples", None)
     return found if isinstance(found, Sequence) else ()
@@ -420,7 +417,7 @@ def file_of(dataset: MapDataset, index: int) -> str:
     return ""
 
 
-def tell_epoch(dataset: Any, epoch: int) -> None:
+def tell_epoch(dataset: object, epoch: int) -> None:
     """Call the `set_epoch` of a data set, or those of the data sets that it wraps."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)  # which is to tell what it wraps
@@ -429,7 +426,7 @@ def tell_epoch(dataset: Any, epoch: int) -> None:
         tell_epoch(part, epoch)
 
 
-def ordered(sample: Any) -> tuple | None:
+def ordered(sample: object) -> tuple | None:
     """Return the parts of a sample or a batch, image and target first; None if it has no such."""
     if isinstance(sample, tuple | list):
         return tuple(sample) if len(sample) > 1 else None
@@ -468,7 +465,7 @@ def as_tensor(part: Any, is_image: bool) -> Any:
     return values.permute(2, 0, 1) if is_image and values.ndim == 3 else values
 
 
-def dataset_of(loader: Any) -> Any:
+def dataset_of(loader: object) -> Any:
     """Return the data set of a DataLoader; what has none is taken for one."""
     return getattr(loader, "dataset", loader)
 
@@ -482,9 +479,9 @@ def fingerprint(dataset: MapDataset) -> str:
     return f"{'?' if count is None else count} images ({_list_checksum(dataset):08x})"
 
 
-def _list_checksum(dataset: Any) -> int:
+def _list_checksum(dataset: object) -> int:
     samples = listed(dataset)
-    if not len(samples):
+    if not samples:
         return _checksum_within(dataset)
     # whether it is the same list
     key = id(samples), len(samples), repr([samples[0], samples[-1]])
@@ -505,12 +502,12 @@ def _list_checksum(dataset: Any) -> int:
     return total
 
 
-def _checksum_within(dataset: MapDataset) -> int:
+def _checksum_within(dataset: object) -> int:
     """Return that of the data sets that one without a list of its own wraps."""
-    inner: list[Any] = [(size(each), _list_checksum(each)) for each in wrapped(dataset)]
+    inner: list = [(size(each), _list_checksum(each)) for each in wrapped(dataset)]
     if not inner:
         return 0
-    indices: Any = getattr(dataset, "indices", None)
+    indices = getattr(dataset, "indices", None)
     if hasattr(indices, "__len__"):
         inner.append(zlib.crc32(repr([int(index) for index in indices]).encode()))
     return zlib.crc32(repr(inner).encode())
@@ -542,7 +539,7 @@ def first_checksums(loader: Any) -> dict[str, int]:
     return found
 
 
-def checksum(parts: Any) -> int:
+def checksum(parts: object) -> int:
     """Return a checksum of the tensors, arrays, numbers and strings in a sample or a batch."""
     total = 0
     for part in tree_leaves(parts):

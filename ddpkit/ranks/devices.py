@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import alone, environment, meeting
-from ddpkit.ranks.meeting import Note
 
 NETWORK = "GLOO_SOCKET_IFNAME"  # which interface gloo uses
 SIOCGIFADDR = 0x8915  # in Linux' <linux/sockios.h>
@@ -22,7 +21,7 @@ CPU = torch.device("cpu")
 # A kind of GPU without collectives, float64 and pinned memory: for one process
 APPLE = "mps"
 # Attributes that tell a GPU from others, as far as torch has them
-NAMES = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
+NAMES = "uuid pci_domain_id pci_bus_id pci_device_id"
 ON_CPU = f"use the CPU ({environment.GPUS}=-1)"
 
 
@@ -57,7 +56,7 @@ def memory_layout(device: torch.device) -> torch.memory_format:
     return torch.channels_last
 
 
-def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
+def pick(on_cpu: bool = False) -> tuple[torch.device, dict]:
     """Return this rank's GPU, or the CPU if there is none or `on_cpu`, and a note for `check`.
 
     The numbers of a node's ranks go round the GPUs that each of them sees: all of the node, or, as
@@ -75,12 +74,7 @@ def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
             f"Apple's GPU is for one process: {size} compute on the CPU"
         )
         device = CPU
-    note = {
-        "device": device.type,
-        "gpu": "",
-        "place": environment.node(),
-        "mistake": "",
-    }
+    note = {"device": device.type, "place": environment.node(), "mistake": ""}
     if device.type != "cpu":
         number = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
         device = torch.device(device.type, number)
@@ -116,28 +110,24 @@ def _name(device: torch.device) -> str:
     """Return what tells a GPU of this host from others; "" if torch does not say."""
     if device.index is None:
         return ""
-    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-    if not properties:
-        return ""
-    found = properties(device)
-    name = " ".join(str(getattr(found, key, "")) for key in NAMES).strip()
+    find = getattr(torch.get_device_module(device), "get_device_properties", None)
+    found = find and find(device)
+    name = " ".join(str(getattr(found, key, "")) for key in NAMES.split()).strip()
     return f"{name} {device.index}" if name else ""
 
 
 def check(
-    notes: Sequence[Note], device: torch.device, is_debugged: bool
+    notes: Sequence[dict], device: torch.device, is_debugged: bool
 ) -> torch.device:
     """Return `device`, or the CPU if ranks would share one under a debugger; else a UserError."""
     gpus: dict[str, list[str]] = {}
+    kinds = {}  # one rank of each
     for rank, note in enumerate(notes):
-        gpus.setdefault(note["place"], []).append(note["gpu"] or str(rank))
+        place = note["place"]
         if note["mistake"]:
-            raise UserError(f"{note['place']}: {note['mistake']}")
-    # One rank of each kind
-    kinds = {
-        note["device"]: f"rank {rank} ({note['place']}) on {note['device']}"
-        for rank, note in enumerate(notes)
-    }
+            raise UserError(f"{place}: {note['mistake']}")
+        gpus.setdefault(place, []).append(note["gpu"] or str(rank))
+        kinds[note["device"]] = f"rank {rank} ({place}) on {note['device']}"
     if len(kinds) > 1:
         texts = ", ".join(kinds.values())
         raise UserError(f"ranks compute on different kinds of device: {texts}")
@@ -181,9 +171,7 @@ def backend(device: torch.device) -> str:
 
 def of_group() -> torch.device:
     """Return the kind of device whose tensors the group's collectives take."""
-    if "gloo" in dist.get_backend():
-        return torch.device("cpu")
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return CPU if "gloo" in dist.get_backend() else kind()
 
 
 def is_mixed() -> bool:
@@ -202,7 +190,7 @@ def address(host: str) -> str:
     return ""
 
 
-def choose_network(notes: Sequence[Note]) -> None:
+def choose_network(notes: Sequence[dict]) -> None:
     """Have gloo use the network on which the ranks have met, if this host's name does not say it.
 
     On Debian a host's name is 127.0.1.1, which no other node reaches. What people set has priority.

@@ -26,11 +26,6 @@ from ddpkit.errors import UserError, escape, print_line
 from ddpkit.ranks import debugger, devices, environment, meeting, process, protocol
 
 T = TypeVar("T")
-OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 
 
 class Group:
@@ -84,9 +79,9 @@ def rendezvous(
         own = f"group {next(_turns)}"  # not what is left of a group that has gone
         return before._replace(store=dist.PrefixStore(own, before.store))
     Group.is_debugged = debugged or process.is_debugged()
-    Group.timeout = timedelta(seconds=timeout)
-    if Group.is_debugged:
-        Group.timeout = timedelta(days=7)
+    Group.timeout = timedelta(days=7)
+    if not Group.is_debugged:
+        Group.timeout = timedelta(seconds=timeout)
     environment.adopt(alone)
     if "RANK" in os.environ:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
@@ -156,22 +151,19 @@ def adopt_group() -> None:
 
 
 def _adopt() -> None:
-    with _adopting:  # the watch thread may be first
-        if Group.store is None:
-            _take_store()
-
-
-def _take_store() -> None:
-    # With a connection of its own, which torch's waiting does not hold.
-    store = dist.PrefixStore("ddpkit", _get_default_store().clone())
-    # Private; on the way to a new torch, its own default.
-    with contextlib.suppress(AttributeError, RuntimeError):
-        backend = _get_default_group()._get_backend(devices.of_group())
-        Group.timeout = backend.options._timeout
-    store.set_timeout(Group.timeout)
-    _note_process(store, rank())
-    Group.store = store
-    Group.has_met = True
+    with _adopting:
+        if Group.store:  # the watch thread was first
+            return
+        # With a connection of its own, which torch's waiting does not hold.
+        store = dist.PrefixStore("ddpkit", _get_default_store().clone())
+        # Private; on the way to a new torch, its own default.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            backend = _get_default_group()._get_backend(devices.of_group())
+            Group.timeout = backend.options._timeout
+        store.set_timeout(Group.timeout)
+        _note_process(store, rank())
+        Group.store = store
+        Group.has_met = True
 
 
 def teardown() -> None:
@@ -189,23 +181,18 @@ def is_set_up() -> bool:
 
 
 def has_met() -> bool:
-    if Group.store is None and dist.is_initialized():
+    if not Group.store and dist.is_initialized():
         _adopt()
     return Group.has_met
 
 
 def store() -> dist.Store:
-    if has_met() or Group.store:
-        return cast(dist.Store, Group.store)
-    return ALONE
+    has_met()
+    return Group.store or ALONE
 
 
 def timeout() -> float:
     return Group.timeout.total_seconds()  # after which a collective fails
-
-
-def timeout_name() -> str:
-    return "--dist-timeout" if Group.has_met_itself else "timeout of the process group"
 
 
 def any_debugged() -> bool:
@@ -249,8 +236,9 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     """Return `tensor` combined over all ranks by `op`: "sum", "min", "max" or "mean"."""
     # A copy; of bools, whose sum would be a bool, as integers
     result = tensor.detach() + 0
+    name = "SUM" if op == "mean" else op.upper()
     if dist.is_initialized():
-        dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
+        dist.all_reduce(result, getattr(dist.ReduceOp, name))
     return result / world_size() if op == "mean" else result
 
 
@@ -291,7 +279,7 @@ def await_rank_zero(function: Callable[..., T], *args: object) -> T:
     """As from_rank_zero, for a function that may take longer than --dist-timeout."""
     box = [function(*args)] if is_rank_zero() else []
     all_arrive(f"done/{next(_turns)}", math.inf)
-    return from_rank_zero(lambda: box[0])
+    return from_rank_zero(box.pop)
 
 
 def wait_for_all() -> None:
@@ -411,11 +399,7 @@ def rank_zero_first() -> Iterator[None]:
         with ddpkit.rank_zero_first():
             dataset = torchvision.datasets.CIFAR10("data", download=True)
     """
-    turn = 2
-    if is_rank_zero():
-        turn = 0
-    elif local_rank() == 0:
-        turn = 1
+    turn = bool(rank()) + bool(local_rank())
     number = next(_turns)
 
     def end_turns(first: int, last: int) -> None:

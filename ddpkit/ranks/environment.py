@@ -25,29 +25,13 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_FILES = Path("/dev/nvidiactl"), Path("/dev/kfd")
 # What says that there are others: nodes of a job, processes of a launcher, and their
 # numbers, from 0
-NODES = (
-    "NNODES",
-    "PET_NNODES",
-    "SLURM_JOB_NUM_NODES",
-    "PBS_NUM_NODES",
-    "FLUX_JOB_NNODES",
-    "AWS_BATCH_JOB_NUM_NODES",
-    "SKYPILOT_NUM_NODES",
-    "SM_HOST_COUNT",
-)
-SIZES = (
-    "WORLD_SIZE",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-    "MVP_COMM_WORLD_SIZE",
-    "FLUX_JOB_SIZE",
-    "JSM_NAMESPACE_SIZE",
-    "HOROVOD_SIZE",
-)
-NUMBERS = ("RANK", "NODE_RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID")
+NODES = """NNODES PET_NNODES SLURM_JOB_NUM_NODES PBS_NUM_NODES FLUX_JOB_NNODES
+    AWS_BATCH_JOB_NUM_NODES SKYPILOT_NUM_NODES SM_HOST_COUNT"""
+SIZES = """WORLD_SIZE OMPI_COMM_WORLD_SIZE PMI_SIZE MV2_COMM_WORLD_SIZE MVP_COMM_WORLD_SIZE
+    FLUX_JOB_SIZE JSM_NAMESPACE_SIZE HOROVOD_SIZE"""
+NUMBERS = "RANK NODE_RANK PMI_RANK PMIX_RANK PALS_RANKID"
 # What people set for launch.sh
-TYPED = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC", "MAX_RESTARTS")
+TYPED = "NNODES NODE_RANK MASTER_ADDR MASTER_PORT NPROC MAX_RESTARTS"
 
 
 @dataclass(frozen=True)
@@ -89,7 +73,7 @@ def own_rank() -> str:
 
 
 def _typed() -> dict[str, str]:
-    return {name: os.environ[name] for name in TYPED if os.environ.get(name)}
+    return {name: os.environ[name] for name in TYPED.split() if os.environ.get(name)}
 
 
 def read_nodes() -> Nodes:
@@ -175,14 +159,14 @@ def read_task(alone: bool = False) -> dict[str, str]:
         ) from None
 
 
-def check_alone(alone: bool, nodes: tuple[str, ...] = ()) -> None:
+def check_alone(alone: bool, nodes: str = "") -> None:
     """Raise a UserError if variables say that there are others; alone: see read_task."""
     if alone or os.environ.get("NNODES") == "1":
         return
-    for name in nodes + SIZES + NUMBERS:
+    for name in f"{nodes} {SIZES} {NUMBERS}".split():
         # An elastic job has LEAST:MOST.
         count = os.environ.get(name, "").split(":")[-1]
-        least = 1 if name in NUMBERS else 2
+        least = 1 if name in NUMBERS.split() else 2
         if count.isdecimal() and int(count) >= least:
             raise UserError(
                 f"{name}={count}: there are others, but this one would train alone; start "

@@ -39,7 +39,7 @@ _position: Callable[[], str] = str  # such as "epoch 1, step 3"
 _answered = 0  # questions that this rank has answered
 
 
-def look_in(folder: Path) -> None:
+def look_in(folder: Path | None) -> None:
     """Have a person's question be looked for in `folder`."""
     global _folder
     _folder = folder
@@ -57,10 +57,10 @@ def answered() -> int:
 
 def _forget() -> None:
     """Begin anew in a forked child, which may become a rank of its own."""
-    global _folder, _position, _answered
-    _folder = None
-    _position = str
+    global _answered
     _answered = 0
+    look_in(None)
+    name_position(str)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
@@ -183,10 +183,10 @@ def answer_person() -> None:
     question = _folder / QUESTION
     if question.exists():
         question.unlink(missing_ok=True)
-        show("asked where all ranks are:", ANSWER_SECONDS, is_hang=False)
+        show("asked where all ranks are:")
 
 
-def show(title: str, seconds: float, is_hang: bool = True) -> None:
+def show(title: str, seconds: float = ANSWER_SECONDS, is_hang: bool = False) -> None:
     """Print where all ranks are, after at most `seconds`; unless another rank is about to."""
     store = distributed.store()
     turn = _answered + 1

@@ -36,7 +36,6 @@ from ddpkit.ranks import (
     workers,
 )
 from ddpkit.ranks.protocol import (
-    ANSWER_SECONDS,
     END_SECONDS,
     MISTAKE,
     NOTICE_SECONDS,
@@ -181,9 +180,9 @@ def keep_store() -> None:
     store = distributed.store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.FileStore) or distributed.local_rank() != 0:
-        return
-    if sys.platform == "win32":  # which removes no file that is open
+    # Windows removes no file that is open
+    is_file = isinstance(store, dist.FileStore) and sys.platform != "win32"
+    if not is_file or distributed.local_rank():
         return
     path = Path(store.path)  # type: ignore[attr-defined]
     if not _store_file:
@@ -310,8 +309,10 @@ def _of_others(is_late: bool) -> str:
     """Return a line on the others: this rank has waited too long for one, or lost it."""
     what = "lost"
     if is_late:
-        seconds = f"{distributed.timeout():g} s ({distributed.timeout_name()})"
-        what = f"timed out after {seconds} waiting for"
+        name = "timeout of the process group"
+        if distributed.Group.has_met_itself:
+            name = "--dist-timeout"
+        what = f"timed out after {distributed.timeout():g} s ({name}) waiting for"
     line = f"{environment.own_rank()} {what} another rank"
     # The store may hang.
     stderr = sys.__stderr__ or sys.stderr
@@ -322,7 +323,7 @@ def _of_others(is_late: bool) -> str:
         ):
             is_new = not explaining.answered()  # before training no hang is shown
             if is_late and is_new and distributed.is_joined():
-                explaining.show(f"{line}:", ANSWER_SECONDS, is_hang=False)
+                explaining.show(f"{line}:")
             for state in distributed.states(range(distributed.world_size())):
                 if "has ended" in state:
                     line += f": {state}"
@@ -371,15 +372,12 @@ def _of_torch(error: Exception) -> UserError | str | None:
 
 def _unused(error: Exception, text: str) -> UserError:
     """Name the weights to which the last backward pass has brought no gradient."""
-    callers = [
-        frame.f_locals.get("self")
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    ]
-    networks = [each for each in callers if isinstance(each, DistributedDataParallel)]
-    found = re.search(
-        r"indices which did not receive grad for rank \d+: ([\d ]+)", text
-    )
-    names = replicas.trained_names(networks[-1]) if networks else []
+    names: list[str] = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, DistributedDataParallel):
+            names = replicas.trained_names(caller)
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
     numbers = found[1].split() if found else []
     unused = [names[int(n)] for n in numbers if int(n) < len(names)]
     return UserError(
@@ -390,19 +388,7 @@ def _unused(error: Exception, text: str) -> UserError:
 
 
 def _of_memory(error: Exception) -> UserError | None:
-    what = out_of_memory(error)
-    if not what:
-        return None
-    size = f" with batches of {_batch_size}" if _batch_size else ""
-    return UserError(
-        f"{environment.own_rank()} is out of {what}{size}: use smaller batches (to accumulate "
-        "gradients keeps the global batch) or images or, for segmentation, tiles"
-        f"{'' if 'GPU' in what else '; or fewer loader workers'}"
-    )
-
-
-def out_of_memory(error: Exception) -> str | None:
-    """Return such as "GPU memory (asked for 2.00 GiB, peak 75.3 of 79.2 GiB)", if it is that."""
+    """Return a line if this rank lacks memory, of which kind, how much was asked, and the peak."""
     text = str(error)
     is_of_python = isinstance(error, MemoryError)
     is_said = re.search("out of memory|alloc_cpu", text)
@@ -414,14 +400,23 @@ def out_of_memory(error: Exception) -> str | None:
     on_host = is_of_python or re.search("alloc_cpu|in pin memory", text)
     asked = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)
     known = [f"asked for {asked[1]}"] if asked else []
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = devices.kind()
     most = math.nan if on_host else peak(device)
     if most > 0:
         module = torch.get_device_module(device)
         total = module.get_device_properties(module.current_device()).total_memory
         known.append(f"peak {most / GIB:.3g} of {total / GIB:.3g} GiB")
-    kind = "memory" if on_host else "GPU memory"
-    return f"{kind} ({', '.join(known)})" if known else kind
+    words = ["memory" if on_host else "GPU memory"]
+    if known:
+        words.append(f"({', '.join(known)})")
+    if _batch_size:
+        words.append(f"with batches of {_batch_size}")
+    what = " ".join(words)
+    rest = "; or fewer loader workers" if on_host else ""
+    return UserError(
+        f"{environment.own_rank()} is out of {what}: use smaller batches (to accumulate "
+        f"gradients keeps the global batch) or images or, for segmentation, tiles{rest}"
+    )
 
 
 def peak(device: torch.device) -> float:

@@ -29,11 +29,8 @@ def install_handlers() -> None:
         launcher = int(os.environ.get(protocol.LAUNCHER, os.getppid()))
         if not process.end_with(signal.SIGTERM, launcher) and sys.platform != "linux":
             _look_after(launcher)
-    if (
-        process.by_plain_torchrun()
-        and os.environ["RANK"] == "0"
-        and "--help" not in sys.argv
-    ):
+    is_first = process.by_plain_torchrun() and os.environ["RANK"] == "0"
+    if is_first and "--help" not in sys.argv:
         print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)
     if process.is_debugged():
         debugger.follow()

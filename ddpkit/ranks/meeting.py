@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -25,7 +24,6 @@ from ddpkit.ranks import environment, protocol
 
 LOOPBACK = "127.0.0.1"
 LIBUV = sys.platform != "win32"  # torch is built without it there
-Note = dict[str, Any]  # what a rank tells the others, as JSON
 
 
 def ticks(seconds: float) -> Iterator[bool]:
@@ -92,15 +90,13 @@ def _hold(port: int, is_local: bool, timeout: timedelta) -> dist.Store:
             f"MASTER_PORT={port} is in use or closed ({error.strerror}): use another one "
             f"(MASTER_PORT={port + 1}, the same on all nodes)"
         ) from None
-    fd = server.detach()
     return dist.TCPStore(
         LOOPBACK,
         port,
-        1,
-        True,
-        timeout,
+        is_master=True,
+        timeout=timeout,
         multi_tenant=True,
-        master_listen_fd=fd,
+        master_listen_fd=server.detach(),
         use_libuv=LIBUV,
     )
 
@@ -113,15 +109,7 @@ def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:
         try:
             # To a port that is closed torch would print a stack in C++.
             socket.create_connection((host, port), 5).close()
-            return dist.TCPStore(
-                host,
-                port,
-                None,
-                False,
-                timeout,
-                wait_for_workers=False,
-                use_libuv=LIBUV,
-            )
+            return dist.TCPStore(host, port, timeout=timeout, use_libuv=LIBUV)
         except (OSError, dist.DistError) as error:
             line = f"nobody answers at MASTER_ADDR={host}, MASTER_PORT={port}"
             if isinstance(error, socket.gaierror):
@@ -132,8 +120,8 @@ def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:
 
 
 def join(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, note: Note
-) -> tuple[dist.Store, list[Note]]:
+    store: dist.Store, rank: int, size: int, timeout: timedelta, note: dict
+) -> tuple[dist.Store, list[dict]]:
     """Return once all ranks have called this: the part of `store` for what follows, and all notes.
 
     Raises a UserError, the same in all, if they do not fit or are not there within `timeout`.
@@ -144,13 +132,11 @@ def join(
     if not fault:
         fault = _await_notes(store, rank, keys, timeout.total_seconds())
     if fault:
-        found = store.compare_set("met", "", json.dumps({"fault": fault}))
+        store.compare_set("met", "", json.dumps({"fault": fault}))
     elif rank == 0 and store.check(keys):
         notes = [json.loads(each) for each in store.multi_get(keys)]
-        found = store.compare_set("met", "", json.dumps({"notes": notes}))
-    else:
-        found = store.get("met")
-    met = json.loads(found)
+        store.compare_set("met", "", json.dumps({"notes": notes}))
+    met = json.loads(store.get("met"))
     if fault or "fault" in met:
         if rank == 0:  # here may be the store: let the others read it first
             time.sleep(1)
@@ -159,7 +145,7 @@ def join(
     return dist.PrefixStore("joined", store), met["notes"]
 
 
-def _leave_note(store: dist.Store, rank: int, size: int, note: Note) -> str:
+def _leave_note(store: dist.Store, rank: int, size: int, note: dict) -> str:
     """Leave this rank's note in the store; return why it fits none, or nothing."""
     if rank >= size:
         return f"RANK={rank} with WORLD_SIZE={size}: the last rank is {size - 1}"

@@ -143,7 +143,8 @@ class Stopper:
         if now - self.seen > self.hang_seconds and not is_shown:
             left = distributed.timeout() - self.hang_seconds
             seconds = min(0.6 * left, ANSWER_SECONDS)
-            explaining.show(f"no progress for {self.hang_seconds:g} s:", seconds)
+            line = f"no progress for {self.hang_seconds:g} s:"
+            explaining.show(line, seconds, is_hang=True)
 
 
 _stopper: Stopper | None = None  # within `on_signals`

@@ -28,12 +28,6 @@ class Watch(threading.Thread):
         self.lock = threading.Lock()  # held while it does them
         self.is_over = False
 
-    def _begin(self) -> None:
-        # Not made before: forks would share it.
-        self.socket, self.wakeup = socket.socketpair()
-        self.wakeup.setblocking(False)
-        self.start()
-
     def run(self) -> None:
         while not self.is_over:
             signals = self.wait_for_signals(protocol.POLL_SECONDS)
@@ -56,7 +50,10 @@ class Watch(threading.Thread):
         if duty not in self.duties:
             self.duties.append(duty)
         if not self.ident:
-            self._begin()
+            # Not made before: forks would share it.
+            self.socket, self.wakeup = socket.socketpair()
+            self.wakeup.setblocking(False)
+            self.start()
 
     def remove_duty(self, duty: Duty) -> None:
         if self.lock.acquire(timeout=2 * protocol.ANSWER_SECONDS):
