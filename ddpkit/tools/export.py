@@ -6,56 +6,48 @@ Input: `images`, uint8 (N, 3, H, W), RGB, normalised inside; with "channels" in 
 Output: `logits`, float32. N is free; in segmentation H and W, too: 64 and larger multiples of 32
 (pad at the right and below). The file holds, as JSON, classes, colors, arch, size, multiple_of,
 channels, value_range, mean and std. It appears if it returns what the network does.
-
---int8 also writes DIR/model_int8.onnx, which computes in integers of 8 bits, with ranges that 128
-training images show, and prints the metrics of both files on the validation set.
 """
 
 import contextlib
-import copy
 import importlib.util
 import io
 import json
 import logging
-import shutil
-import tempfile
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
-from torch.utils.data import DataLoader
 
 from ddpkit import files
-from ddpkit.data import loading, normalizing
+from ddpkit.data import normalizing
 from ddpkit.data.format import Format
-from ddpkit.data.samples import Key, MapDataset, Seeded
+from ddpkit.data.samples import Key, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
-from ddpkit.run import checkpoint, metrics
+from ddpkit.run import checkpoint
 from ddpkit.run.flags import Parser
 from ddpkit.run.outputs import to_logits
 
 TOLERANCE = 1e-3  # how far logits may differ, as a share of the largest (at least 1)
-CALIBRATION = 128  # training images whose values give the ranges of --int8
 CPU = torch.device("cpu")
 Predict = Callable[[Tensor], Tensor]
-# for training, for validation, classes
-Sets = tuple[MapDataset, MapDataset, Sequence[str]]
 
 
 class Network(nn.Module):
     """`infer` with normalisation: images as the data set has them -> logits, float32."""
 
     def __init__(
-        self, infer: Any, model: nn.Module, format: Format, args: Namespace
+        self,
+        infer: Callable[[nn.Module, Tensor, Namespace], object],
+        model: nn.Module,
+        format: Format,
+        args: Namespace,
     ) -> None:
         super().__init__()
         self.infer = infer
@@ -92,11 +84,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         type=Path,
         help="compare on its images (default: as in training)",
     )
-    add(
-        "--int8",
-        action="store_true",
-        help="also write model_int8.onnx; needs the data set",
-    )
     given = parser.parse_args(argv)
     tools = ("onnx", "onnxscript", "onnxruntime")
     missing = [name for name in tools if not importlib.util.find_spec(name)]
@@ -124,8 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     network = Network(own.infer, model, format, args).eval()
     side = 512 if stride else int(used.get("image_size", 224))  # pixels, at most
     distributed.setup(alone=True)
-    sets = build_sets(args, format, is_needed=given.int8)
-    batches = pick_batches(sets, format, stride, side)
+    batches = pick_batches(args, format, stride, side)
     with torch.inference_mode():
         expected = [network(batch) for batch in batches]
     mean, std = format.statistics
@@ -150,56 +136,43 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not difference <= TOLERANCE:
             raise UserError(f"{line}, more than {TOLERANCE:.0e}: not written")
     print(line)
-    if given.int8 and sets:
-        quantize(path, path.with_name("model_int8.onnx"), sets, args)
     distributed.teardown()
 
 
-def build_sets(args: Namespace, format: Format, is_needed: bool) -> Sets | None:
-    """Return the sets for training, with images as for validation, and for validation; classes."""
-    try:
-        train_set, val_set, classes = process.own("dataset").build_datasets(args)
-    except UserError as error:
-        if is_needed:
-            raise
-        # the network can be written without its data
-        print(f"comparing on random images; --data DIR names others ({error})")
-        return None
-    train_set = copy.copy(train_set)
-    for name, value in vars(val_set).items():
-        if name.startswith("transform"):
-            setattr(train_set, name, value)
-    count = format.channels
-    if count:  # the file normalises
-        as_they_are = replace(format, mean=(0.0,) * count, std=(1.0,) * count)
-        train_set.format = as_they_are
-        val_set.format = as_they_are
-    return train_set, val_set, classes
-
-
 def pick_batches(
-    sets: Sets | None, format: Format, stride: int, side: int
+    args: Namespace, format: Format, stride: int, side: int
 ) -> list[Tensor]:
     """Return batches of 3 images, of 1, and if sizes are free of one that is twice as wide."""
-    if sets:
-        _, val_set, classes = sets
-        samples = Seeded(val_set, classes, seed=0)
-        keys = [Key(0, i % len(samples), is_val=True) for i in range(3)]
-        images = [samples[key][0] for key in keys]
+    try:
+        images = read_images(args, format)
+    except UserError as error:
+        # the network can be written without its data
+        print(f"comparing on random images; --data DIR names others ({error})")
+        shape = (3, format.channels or 3, side, side)
+        batch = torch.randint(256, shape, dtype=torch.uint8)
+        if format.channels:
+            batch = batch / 255
+    else:
         # images may differ in size: the part that all have
         height = min(side, min(image.shape[1] for image in images))
         width = min(side, min(image.shape[2] for image in images))
         parts = [image[:, :height, :width] for image in images]
         batch = torch.stack(parts).contiguous()
-    else:
-        shape = (3, format.channels or 3, side, side)
-        batch = torch.randint(256, shape, dtype=torch.uint8)
-        if format.channels:
-            batch = batch / 255
     batches = [batch, batch[:1]]
     if stride:
         batches.append(torch.cat([batch[1:2], batch[2:]], dim=3))
     return batches
+
+
+def read_images(args: Namespace, format: Format) -> list[Tensor]:
+    """Return 3 validation images, not normalised."""
+    _, val_set, classes = process.own("dataset").build_datasets(args)
+    count = format.channels
+    if count:  # the file normalises
+        val_set.format = replace(format, mean=(0.0,) * count, std=(1.0,) * count)
+    samples = Seeded(val_set, classes, seed=0)
+    keys = [Key(0, i % len(samples), is_val=True) for i in range(3)]
+    return [samples[key][0] for key in keys]
 
 
 def write_onnx(
@@ -207,7 +180,7 @@ def write_onnx(
     batch: Tensor,
     stride: int,
     path: Path,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
 ) -> Predict:
     """Write `network` for any number of images, with a stride of any size; return it as a function.
 
@@ -277,64 +250,3 @@ def compare(
         difference = (exported(batch) - logits).abs().max()
         shares.append(difference / logits.abs().max().clamp(min=1))
     return float(torch.stack(shares).max())  # NaN, if one is
-
-
-def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
-    """Write the network in `source` with integers of 8 bits as `path`; print metrics of both."""
-    from onnxruntime.quantization import quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    train_set, val_set, classes = sets
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(train_set), generator=generator)[:CALIBRATION]
-    batches = iter(read_samples(train_set, classes, order.tolist()))
-
-    def get_next() -> dict[str, np.ndarray] | None:
-        batch = next(batches, None)
-        return None if batch is None else {"images": batch[0].numpy()}
-
-    reader = SimpleNamespace(get_next=get_next)  # a CalibrationDataReader
-    with (
-        files.writing(path) as tmp_path,
-        tempfile.TemporaryDirectory() as folder,
-        refusing(),
-    ):
-        # onnxruntime writes to files with a name only
-        prepared = Path(folder, "prepared.onnx")
-        quantized = Path(folder, "int8.onnx")
-        quant_pre_process(source, prepared, skip_symbolic_shape=True)
-        more = {"ActivationSymmetric": True}  # TensorRT takes no other zero points
-        quantize_static(
-            prepared, quantized, reader, per_channel=True, extra_options=more
-        )
-        shutil.copyfile(quantized, tmp_path)
-    val = read_samples(val_set, classes, range(len(val_set)))
-    build_metrics = process.own("model").build_metrics
-    collections = [build_metrics(args, classes) for _ in range(2)]
-    before, after = measure([source, path], val, collections)
-    print(f"{'':20} {source.name:>15} {path.name:>15}")
-    for name, value in before.items():
-        print(f"{name:20} {value:15.4f} {after[name]:15.4f}")
-
-
-def read_samples(
-    dataset: MapDataset, classes: Sequence[str], numbers: Sequence[int]
-) -> DataLoader:
-    """Return a loader of the samples of these `numbers`, one by one, as for validation."""
-    keys: Any = [Key(0, number, is_val=True) for number in numbers]
-    part = Seeded(dataset, classes, seed=0)
-    return DataLoader(part, sampler=keys, **loading.workers(None, CPU))
-
-
-def measure(
-    paths: Sequence[Path], loader: DataLoader, collections: Sequence[Any]
-) -> list[dict[str, float]]:
-    """Return the metrics of the network in each file, each in its collection of build_metrics."""
-    networks = [open_session(path) for path in paths]
-    for batch in loader:
-        targets = batch[1]
-        if not targets.is_floating_point():
-            targets = targets.long()  # as training has them
-        for predict, collection in zip(networks, collections, strict=True):
-            collection.update(predict(batch[0]), targets)
-    return [metrics.compute_metrics(collection)[0] for collection in collections]
