@@ -6,7 +6,7 @@ import os
 import re
 import unicodedata
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -45,7 +45,7 @@ OF_PREDICTIONS = {"masks", "overlays", "legend.png"}  # what predict.py writes
 Pairs = list[tuple]
 Fold = tuple[int, int]  # part N of K
 Note = Callable[[UserError], None]  # what becomes of an error
-BROKEN = "broken.txt"  # in DIR: the files that are left out
+COLUMNS = {False: ("file", "label"), True: ("image", "mask")}  # of lists; with masks
 SEPARATOR = ";"  # of labels
 SPLIT_COLUMNS = {"split", "subset", "set", "part", "partition"}  # in a list
 REMEDY = "names may differ by one ending, the same for all, or list the pairs in DIR/train.csv"
@@ -228,7 +228,7 @@ def split(
     # by class and path, in whichever order the list or the folders have them
     samples = sorted(samples, key=lambda s: (s[1] if isinstance(s[1], int) else 0, s))
     held = hold_out(samples, root, fold)
-    place = root / ("val.csv" if (root / "train.csv").is_file() else "val")
+    place = root / ("val.csv" if has_lists(root) else "val")
     if not 0 < len(held) < len(samples):
         few = f"{root}: {len(samples)} images for training are too few to split"
         note(UserError(f"{few}; add more, or {place}, or fewer folds"))
@@ -241,9 +241,14 @@ def split(
     return [samples[i] for i in others], [samples[i] for i in held]
 
 
+def has_lists(root: Path) -> bool:
+    """Return whether the set is read from lists, not from folders."""
+    return (root / "train.csv").is_file()
+
+
 def has_test(root: Path, has_masks: bool) -> bool:
     """Return whether there is DIR/test, or of lists DIR/test.csv."""
-    if (root / "train.csv").is_file():
+    if has_lists(root):
         return find_list(root, "test") is not None
     return "test" in places.find_places(root, has_masks, ["train", "test"])
 
@@ -253,153 +258,43 @@ def find_parts(
     has_masks: bool,
     part: str = "val",
     fold: Fold | None = None,
-    note: Note | None = None,
+    note: Note = raise_it,
 ) -> tuple[Pairs, Pairs | None]:
-    """Return the pairs for training and for `part`, None to `split`; of lists, else of folders.
-
-    Without those with a file in DIR/broken.txt, but of all with `note`, which gets all errors.
-    """
+    """Return the pairs for training and for `part`, None to `split`; note: gets all errors."""
     # with folds DIR/val is left alone
     wanted = ["train"] if fold and part == "val" else ["train", part]
-    # by part: what reads its list, or its folders
-    readers: dict[str, Callable[[Note], Pairs]] = {}
-    if (root / "train.csv").is_file():
-        columns = ["image", "mask"] if has_masks else ["file", "label"]
-        for name in wanted:
-            listed = find_list(root, name)
-            if listed:
-                readers[name] = functools.partial(
-                    read_list, listed, columns, 1 + has_masks
-                )
-    else:
-        read = match_pairs if has_masks else read_class_folders
-        for name, place in places.find_places(root, has_masks, wanted).items():
-            readers[name] = functools.partial(read, place)
-    if part == "test" and part not in readers:
-        lacking = root / ("test.csv" if (root / "train.csv").is_file() else "test")
+    found = read_parts(root, has_masks, wanted, note)
+    if part == "test" and part not in found:
+        lacking = root / ("test.csv" if has_lists(root) else "test")
         raise UserError(f"{lacking}: not found; --eval-only test needs it")
-    broken = {} if note else read_broken(root)
-    used: set[str] = set()
-
-    def note_others(error: UserError) -> None:
-        named = os.path.abspath(error.line.partition(": ")[0])
-        used.add(named)
-        if named not in broken:  # the image has no mask, or the mask no image
-            (note or raise_it)(error)
-
-    pairs = {name: reader(note_others) for name, reader in readers.items()}
-    if broken:
-        train = pairs["train"]
-        pairs = leave_out(pairs, root, broken, used)
-        if not has_masks:
-            refuse_lost_classes(root, train, pairs["train"])
-    return pairs["train"], pairs.get(part)
+    return found["train"], found.get(part)
 
 
-def read_broken(root: Path) -> dict[str, str]:
-    """Return the files that DIR/broken.txt lists, each with its line: a path, after # a remark."""
-    path = root / BROKEN
-    return parse_broken(root, read_lines(path)) if path.is_file() else {}
-
-
-def read_lines(path: Path) -> list[str]:
-    """Return the lines of a text in UTF-8; a UserError if it is one in UTF-16."""
-    content = path.read_bytes()
-    if b"\0" in content:
-        raise UserError(f"{path}: is no text in UTF-8; save it as UTF-8")
-    return content.decode("utf-8-sig", "surrogateescape").split("\n")
-
-
-def parse_broken(root: Path, lines: Iterable[str]) -> dict[str, str]:
-    """Return {absolute path: line} of the lines of DIR/broken.txt."""
-    real = os.path.realpath(root)
-    found: dict[str, str] = {}
-    for line in lines:
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        # As it stands, or what people write: a remark, quotes, backslashes.
-        plain = re.sub(r"\s+#.*", "", line)
-        unquoted = plain.strip("\"'")
-        forms = [line, plain, unquoted, unquoted.replace("\\", "/")]
-        there = [form for form in forms if os.path.isfile(root / form)]
-        name = os.path.abspath(root / (there or forms)[0])
-        found[name] = line
-        # DIR is a link, and the line has the folder that it leads to
-        if name.startswith(real + os.sep):
-            found[os.path.abspath(root / os.path.relpath(name, real))] = line
-    return found
-
-
-def explain_unused(root: Path, broken: Mapping[str, str], used: Iterable[str]) -> str:
-    """Return which lines of DIR/broken.txt name no file of the set, or nothing.
-
-    used: files that were left out, as absolute paths. Files of a part that is not read are fine.
-    """
-    real = os.path.realpath(root)
-    lines = {broken[path] for path in used if path in broken}
-    unused = []
-    for path, line in broken.items():
-        is_below = os.path.realpath(path).startswith(real + os.sep)
-        if line not in lines and not (is_below and os.path.isfile(path)):
-            unused.append(line)
-    if not unused:
-        return ""
-    unused = list(dict.fromkeys(unused))
-    return (
-        f"{root / BROKEN}: {len(unused)} lines name no file of the set: {shorten(unused)}; "
-        "correct or remove them"
-    )
-
-
-def leave_out(
-    pairs: dict[str, Pairs], root: Path, broken: Mapping[str, str], used: set[str]
+def read_parts(
+    root: Path, has_masks: bool, wanted: Sequence[str], note: Note
 ) -> dict[str, Pairs]:
-    """Return the pairs, by part, without those that have a file of `broken`; say which.
-
-    used: those files that are known to be left out already.
-    """
-    found: dict[str, Pairs] = {}
-    left: list[str] = []
-    for part, samples in pairs.items():
-        kept = []
-        for sample in samples:
-            # a label is no file, even if its name is one
-            own = set(map(os.path.abspath, sample[:2])) & broken.keys()
-            if own:
-                used |= own
-                left.append(os.path.relpath(sample[0], root))
-            else:
-                kept.append(sample)
-        if not kept:
-            raise UserError(f"{root / BROKEN}: it leaves no image in {part}")
-        found[part] = kept
-    total = sum(map(len, pairs.values()))
-    names = shorten(left) or "its files are none of the set's"
-    distributed.print0(
-        f"{root / BROKEN}: {len(left)} of {total} images are left out: {names}"
-    )
-    unused = explain_unused(root, broken, used)
-    if unused:
-        distributed.print0(unused)
-    return found
-
-
-def refuse_lost_classes(root: Path, before: Pairs, after: Pairs) -> None:
-    """Raise a UserError if DIR/broken.txt leaves no training image of a class."""
-    several = has_several(root, before)
-    lost = sorted(names_in(before, several) - names_in(after, several))
-    if lost:
+    """Return the pairs of each part of `wanted` that is there; of lists, else of folders."""
+    old = root / "broken.txt"
+    if old.exists():
         raise UserError(
-            f"{root / BROKEN}: it leaves no image of class {shorten(lost)} for training; correct "
-            "it, or take the class out of the set"
+            f"{old}: is not read any more; rename it, then python -m ddpkit check {root} "
+            "--skip-broken writes lists without broken images; take out what else it names"
         )
+    if not has_lists(root):
+        read = match_pairs if has_masks else read_class_folders
+        found = places.find_places(root, has_masks, wanted)
+        return {part: read(place, note) for part, place in found.items()}
+    parts = {}
+    for part in wanted:
+        path = find_list(root, part)
+        if path:
+            parts[part] = read_list(path, has_masks, note)
+    return parts
 
 
 def has_several(root: Path, train: Pairs) -> bool:
     """Return whether images have several labels: in lists, for the name of a folder is one."""
-    is_list = (root / "train.csv").is_file()
-    return is_list and any(SEPARATOR in sample[1] for sample in train)
+    return has_lists(root) and any(SEPARATOR in sample[1] for sample in train)
 
 
 def class_numbers(label: int | str) -> list[int]:
@@ -413,7 +308,7 @@ def find_labelled(
     root: Path,
     part: str = "val",
     fold: Fold | None = None,
-    note: Note | None = None,
+    note: Note = raise_it,
 ) -> tuple[list, list, list[str]]:
     """Return the samples for training and for validation, and the classes.
 
@@ -421,7 +316,6 @@ def find_labelled(
     note: as of `find_parts`.
     """
     train, val = find_parts(root, False, part, fold, note)
-    note = note or raise_it
     several = has_several(root, train)
     names = names_in(train, several)
     # 10 comes after 9, not after 1
@@ -567,12 +461,12 @@ def hint_at_forms(name: str, others: Iterable[str]) -> str:
 
 
 def find_mask_pairs(
-    root: Path, part: str = "val", fold: Fold | None = None, note: Note | None = None
+    root: Path, part: str = "val", fold: Fold | None = None, note: Note = raise_it
 ) -> tuple[Pairs, Pairs]:
     """Return the pairs of paths for training and for validation; note: as of `find_parts`."""
     train, val = find_parts(root, True, part, fold, note)
     if val is None:
-        return split(train, root, fold, note or raise_it)
+        return split(train, root, fold, note)
     return train, val
 
 
@@ -607,13 +501,10 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
     return [(image_of[image], mask_of[mask]) for image, mask in pairs]
 
 
-def read_list(
-    path: Path, columns: Sequence[str], count: int, note: Note = raise_it
-) -> list[tuple]:
-    """Return the values of `columns` in each row of a CSV file; the first `count` are paths.
-
-    A column `group`, if there is one, comes last.
-    """
+def read_list(path: Path, has_masks: bool, note: Note = raise_it) -> Pairs:
+    """Return the values of COLUMNS in each row of a CSV file, and of `group`, if it has that."""
+    columns = COLUMNS[has_masks]
+    count = 1 + has_masks  # paths
     found = []
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:

@@ -12,6 +12,7 @@ Whatever else training refuses is told in one line, with status 2.
 """
 
 import contextlib
+import csv
 import hashlib
 import io
 import json
@@ -19,7 +20,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,15 +43,13 @@ from ddpkit.data.masks import (
     unnamed,
 )
 from ddpkit.data.samples import MapDataset
-from ddpkit.errors import UserError, escape, shorten
+from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
 from ddpkit.ranks.cpus import cpus
 from ddpkit.run.flags import Parser
 from ddpkit.tools.check_picture import draw_check
 
 PARTS = ("train", "val", "test")
-# in a line of broken.txt, above what is written anew
-WRITTEN = "written by python -m ddpkit check --skip-broken"
 CHUNK = 8  # samples that a worker reads at once: what is passed on takes time, too
 
 
@@ -122,7 +121,6 @@ class Survey:
         self.broken: dict[str, str] = {}
         self.warnings: list[str] = []
         self.parts = PARTS[: len(parts)]
-        self.paths = {sample[0] for part in parts for sample in part.samples}
         self.sizes: list[list[tuple[int, int]]] = [[] for _ in parts]
         # by part and class number
         self.pixels = np.zeros((len(parts), 2**16), np.int64)
@@ -172,25 +170,6 @@ class Survey:
                 f"{turned[0]}: EXIF turns this image and {len(turned) - 1} others; their "
                 "masks have to be upright"
             )
-
-    def separate_left_out(self, root: Path) -> None:
-        """Make errors of what cannot be used, and warnings of what DIR/broken.txt leaves out."""
-        listed = folders.read_broken(root)
-        lines = list(self.broken.items())
-        # of names without a partner
-        lines += [(line.partition(": ")[0], line) for line in self.errors]
-        self.errors = []
-        for path, line in lines:
-            named = line.partition(": ")[0]  # the mask may be
-            if {os.path.abspath(path), os.path.abspath(named)} & listed.keys():
-                self.warnings.append(f"left out by {folders.BROKEN}: {line}")
-            else:
-                self.errors.append(line)
-        used = {os.path.abspath(path) for path in self.paths}
-        used.update(os.path.abspath(line.partition(": ")[0]) for _, line in lines)
-        unused = folders.explain_unused(root, listed, used)
-        if unused:
-            self.warnings.append(unused)
 
     def name_classes(self, labels: Labels, root: Path) -> list[str]:
         """Return the classes of masks; add an error of too few, or of numbers that train lacks."""
@@ -271,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--skip-broken",
         action="store_true",
-        help="write DIR/broken.txt: the images that training then leaves out",
+        help="if images are broken, write lists without them: DIR/train.csv and others",
     )
     add(
         "--picture",
@@ -317,7 +296,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = folders.MaskFiles if has_masks else folders.ImageFiles
     parts = [kind(folders.Part(samples, format, labels), tuple) for samples in sets]
     survey = Survey(parts, given.workers)
-    survey.errors += found
     if unread:
         survey.warnings.append(unread)
     if has_masks:
@@ -327,9 +305,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         names[VOID] = "void"
     for line in survey.lines(names, has_masks):
         distributed.print0(line)
-    if given.skip_broken:
-        write_broken(root, survey.broken)
-    survey.separate_left_out(root)
+    unused = [*found, *survey.broken.values()]
+    is_asked = given.skip_broken and unused
+    if is_asked and write_lists(root, has_masks, survey, found):
+        survey.warnings += [f"left out: {line}" for line in unused]
+    else:
+        survey.errors += unused
     for line in sorted(survey.errors):
         distributed.print0(f"error: {line}")
     for line in survey.warnings:
@@ -348,35 +329,86 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(1 if survey.errors else 0)
 
 
-def write_broken(root: Path, broken: Mapping[str, str]) -> None:
-    """Write DIR/broken.txt: each image that cannot be used, below a remark that says why.
+def write_lists(
+    root: Path, has_masks: bool, survey: Survey, found: Sequence[str]
+) -> bool:
+    """Write DIR/train.csv and the others, without images that cannot be used; or say why not."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # said already
+            tables = make_lists(root, has_masks, survey, found)
+        for path, rows in tables.items():
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows(rows)
+            files.write_text(path, text.getvalue())
+            distributed.print0(f"{path}: {len(rows) - 1} images, which training reads")
+    except UserError as error:
+        survey.errors.append(f"{error.line}; --skip-broken needs that")
+        return False
+    return True
 
-    What others have written there stays, above a line that says what is written anew.
+
+def make_lists(
+    root: Path, has_masks: bool, survey: Survey, found: Sequence[str]
+) -> dict[Path, list[list[str]]]:
+    """Return the rows of each list, by its path: of the old one, or of what folders have.
+
+    found: errors of lists and folders. Raises a UserError if lists cannot be the same set without
+    the images.
     """
-    path = root / folders.BROKEN
-    own = own_lines(folders.read_lines(path)) if path.is_file() else []
-    listed = folders.parse_broken(root, own)
-    lines = [*own, f"# {WRITTEN}; lines above this one stay"]
-    for image, reason in sorted(broken.items()):
-        name = os.path.relpath(image, root)
-        if "\n" in name:
-            continue  # it stays an error
-        if os.path.abspath(image) in listed:
+    for line in found:
+        named = line.partition(": ")[0]
+        if not os.path.isfile(named) and ", line " not in named:
+            raise UserError(f"{root}: mend errors of folders and classes first")
+    ignored: list[UserError] = []  # they are in `found`
+    pairs = folders.read_parts(root, has_masks, survey.parts, ignored.append)
+    tables = {}
+    for part in reversed(PARTS):  # with train.csv, the last one, lists are read
+        path = folders.find_list(root, part)
+        if path and not folders.has_lists(root):
+            raise UserError(f"{path}: rename it: new lists would be read with it")
+        if part not in pairs:
             continue
-        lines.append(f"# {escape(reason)}")
-        # a # or a space at its beginning would not be taken for the name's
-        lines.append(os.path.join(".", name))
-    with files.writing(path) as tmp_path:
-        text = "\n".join(lines) + "\n"
-        tmp_path.write_text(text, encoding="utf-8", errors="surrogateescape")
-    count = len(folders.parse_broken(root, lines))
-    distributed.print0(f"{path}: lists {count} images, which training leaves out")
+        kept = [pair for pair in pairs[part] if pair[0] not in survey.broken]
+        if not kept:
+            raise UserError(f"{root}: all images of {part} are broken: add others")
+        if part == "train" and not has_masks:
+            several = folders.has_several(root, pairs[part])
+            classes = folders.names_in(pairs[part], several)
+            lost = sorted(classes - folders.names_in(kept, several))
+            if lost:
+                raise UserError(
+                    f"{root}: all training images of class {shorten(lost)} are broken: add others"
+                )
+        column, label = folders.COLUMNS[has_masks]
+        if path:
+            tables[path] = keep_rows(path, column, {pair[0] for pair in kept})
+        else:
+            rows = [as_row(pair, root, has_masks) for pair in kept]
+            tables[root / f"{part}.csv"] = [[column, label], *rows]
+    return tables
 
 
-def own_lines(lines: Sequence[str]) -> list[str]:
-    """Return the lines of DIR/broken.txt that a person has written, wherever they are."""
-    marks = [number for number, line in enumerate(lines) if WRITTEN in line]
-    first = marks[0] if marks else len(lines)
-    # those that somebody has put at the end
-    added = [line for line in lines[first:] if not line.startswith(("#", "./"))]
-    return [line for line in [*lines[:first], *added] if line.strip()]
+def keep_rows(path: Path, column: str, used: set[str]) -> list[list[str]]:
+    """Return the first row of a list, and those of the images `used`, with all their columns."""
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        header, *rows = csv.reader(file)
+    at = [name.strip() for name in header].index(column)
+    kept = [header]
+    for row in rows:
+        name = "".join(row[at : at + 1]).strip()  # a row may be short
+        if os.path.join(path.parent, name) in used:
+            kept.append(row)
+    return kept
+
+
+def as_row(pair: tuple[str, str], root: Path, has_masks: bool) -> list[str]:
+    """Return paths below `root`, or a label; a UserError if a list would be read otherwise."""
+    path, label = pair
+    several = folders.SEPARATOR in label and not has_masks
+    row = [os.path.relpath(path, root), label]
+    if has_masks:
+        row[1] = os.path.relpath(label, root)
+    for value in row:
+        if several or value.encode("utf-8", "ignore").decode().strip() != value:
+            raise UserError(f"{path}: rename it: no list can have {row}")
+    return row

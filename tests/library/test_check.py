@@ -2,13 +2,15 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from generated import Done, Project, both_tasks
 from PIL import Image
 
-from ddpkit.tools.check import write_broken
+from ddpkit.data import folders
+from ddpkit.tools.check import write_lists
 
 RIGHT = 6  # an orientation in EXIF
 
@@ -186,64 +188,73 @@ def test_names_that_never_match(project: Project, tmp_path: Path) -> None:
         assert f"masks/{number}1.png: no image of that name in " in done.out
 
 
-@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+@both_tasks
 def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) -> None:
-    """--skip-broken lists them for training, which leaves them out on all ranks."""
+    """--skip-broken writes lists without them: the same set for training, in the same order."""
     data = shutil.copytree(few, tmp_path / "own")
-    images = sorted((data / "train/images").iterdir())
-    broken = [images[3], images[9]]
-    for path in broken:
+    has_masks = project.task == "segmentation"
+    find = folders.find_mask_pairs if has_masks else folders.find_labelled
+    before = find(data)
+    check(project, data, "--skip-broken").ok()
+    assert not list(data.glob("*.csv"))  # nothing is broken
+    broken = [before[0][3][0], before[0][9][0], before[1][1][0]]
+    for path in map(Path, broken):
         path.write_bytes(path.read_bytes()[:300])
     done = check(project, data)
-    assert done.out.splitlines()[-1] == "2 errors, 0 warnings"
-    for _ in range(2):  # the second time it is written anew
-        done = check(project, data, "--skip-broken").ok()
-        assert done.out.count("\nwarning: left out by broken.txt: ") == 2
-        assert done.out.splitlines()[-1] == "0 errors, 2 warnings"
-    text = (data / "broken.txt").read_text()
-    for path in broken:
-        assert f"\n./{path.relative_to(data)}\n" in text
-    done = project.train(data, tmp_path / "run", on=2).ok()
-    assert done.out.count("broken.txt: 2 of 32 images are left out: ") == 1
-    # a file that is whole again is read again
-    shutil.copy(few / "train/images" / broken[0].name, broken[0])
+    assert done.out.splitlines()[-1] == "3 errors, 0 warnings"
+    done = check(project, data, "--skip-broken").ok()
+    assert done.out.count("\nwarning: left out: ") == 3
+    assert done.out.splitlines()[-1] == "0 errors, 3 warnings"
+    after = find(data)
+    for number in 0, 1:
+        kept = [each for each in before[number] if each[0] not in broken]
+        assert after[number] == kept
+    assert after[2:] == before[2:]
     check(project, data, "--skip-broken").ok()
-    text = (data / "broken.txt").read_text()
-    assert broken[0].name not in text
-    assert broken[1].name in text
-    done = project.train(data, tmp_path / "run", "--epochs", 2, on=1).ok()
-    assert "; other training images than then\n" in done.out
-    # what training refuses is an error here, too
-    every = [f"val/images/{path.name}" for path in (data / "val/images").iterdir()]
-    (data / "broken.txt").write_text("\n".join([*every, "val/images/typed"]))
-    done = check(project, data)
-    assert done.status == 1
-    assert "is not drawn: " in done.out
-    assert "warning: " in done.out
-    assert "lines name no file of the set: val/images/typed; " in done.out
+    assert find(data) == after
+    project.train(data, tmp_path / "run", on=2).ok()
+    # rows are left out of a list that is there, with all its columns
+    table = data / "train.csv"
+    header, *rows = table.read_text().splitlines()
+    noted = [f" {header} ,note", *(f"{row},x" for row in rows), "gone.png,a,b"]
+    table.write_text("\n".join(noted), encoding="utf-8-sig")
+    first = after[0][0][0]
+    Path(first).write_bytes(b"text")
+    done = check(project, data, "--skip-broken").ok()
+    name = str(Path(first).relative_to(data))
+    kept = [line for line in noted[:-1] if name not in line]
+    assert table.read_text().splitlines() == kept
+    assert "left out: " in done.out
+    assert "gone.png does not exist" in done.out
 
 
-def test_own_lines_of_broken_txt(tmp_path: Path) -> None:
-    """They stay, also at the end and beside those of an earlier check."""
+def test_what_no_list_can_say(tmp_path: Path) -> None:
+    """It is refused, and nothing is written: the set would be another one."""
+
+    def refused(*words: str, found: tuple[str, ...] = ()) -> None:
+        survey = SimpleNamespace(parts=("train", "val"), broken=broken, errors=[])
+        assert not write_lists(tmp_path, False, survey, found)
+        assert all(word in survey.errors[0] for word in words)
+        assert not (tmp_path / "train.csv").exists()
+
     painter = Painter(tmp_path)
-    for number in range(4):
-        painter.image(f"{number}.png")
-    listed = tmp_path / "broken.txt"
-    listed.write_text("# blurred\n1.png\n9.png\n", encoding="utf-8-sig")
-    broken = {str(tmp_path / f"{number}.png"): "why" for number in (1, 2)}
-    write_broken(tmp_path, broken)
-    first = listed.read_text()
-    assert first.startswith("# blurred\n1.png\n9.png\n# written by python -m ddpkit")
-    assert first.endswith("\n# why\n./2.png\n")
-    assert first.count("1.png") == 1
-    write_broken(tmp_path, broken)
-    assert listed.read_text() == first
-    with open(listed, "a") as file:
-        file.write("3.png\n")
-    write_broken(tmp_path, {})
-    kept, _, rest = listed.read_text().partition("# written")
-    assert kept == "# blurred\n1.png\n9.png\n3.png\n"
-    assert rest.count("\n") == 1
+    for name in "cat/1", "cat/2", "dog/1":
+        painter.image(f"train/{name}.png")
+    painter.image("val/cat/3.png")
+    broken = {str(tmp_path / "train/cat/1.png"): "why"}
+    refused("first", found=(f"{tmp_path / 'train/eel'}: no images in it",))
+    for other in "val.csv", "training.csv":
+        (tmp_path / other).touch()
+        refused(other, "rename")
+        (tmp_path / other).unlink()
+    for other in "cat;dog", " cat":
+        moved = (tmp_path / "train/cat").rename(tmp_path / "train" / other)
+        refused(other, "rename")
+        moved.rename(tmp_path / "train/cat")
+    broken = {str(tmp_path / "train/dog/1.png"): "why"}
+    refused("class dog")
+    broken = {str(tmp_path / "val/cat/3.png"): "why"}
+    refused("all images of val")
 
 
 class TestThePicture:

@@ -15,7 +15,6 @@ from ranks import on_ranks
 import ddpkit
 from ddpkit.data import folders, places
 from ddpkit.data.places import Place
-from ddpkit.data.samples import fingerprint
 from ddpkit.errors import UserError
 
 KINDS = "labels", "masks"
@@ -510,81 +509,14 @@ def test_one_folder_named_as_a_part(
     assert folders.find_labelled(tmp_path)[2] == ["cat", "dog"]
 
 
-def test_lines_of_broken_txt(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """As people write them; what names no file is counted and named, an empty class refused."""
-    data = tmp_path / "set"
-    for name in "cat", "dog", "eel":
-        for number in range(8):
-            path = data / name / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-    (data / "test/cat").mkdir(parents=True)
-    (data / "test/cat/9.png").touch()
-    (data / "cat/a # b.png").touch()
-    (tmp_path / "link").symlink_to(data)
-    lines = [
-        "cat/0.png",  # behind the mark
-        "cat/1.png # blurry",
-        "cat\\2.png",
-        '"cat/3.png"',
-        str(data.resolve() / "cat/4.png"),
-        "cat/a # b.png",
-        "test/cat/9.png",  # of a part that is not read
-    ]
-    wrong = ["cat/99.png", "Cat/1.png", "cat/", "cat/*.png", str(tmp_path / "x.png")]
-    listed = data / "broken.txt"
-    for names in lines, lines + wrong:
-        listed.write_text("\r\n".join(names), encoding="utf-8-sig")
-        train, val, _ = folders.find_labelled(tmp_path / "link")
-        assert len(train + val) == 25 - 6
-        out = capsys.readouterr().out
-        assert "broken.txt: 6 of 25 images are left out: cat/0.png, " in out
-        assert ("lines name no file" in out) == (names != lines)
-    assert f"broken.txt: 5 lines name no file of the set: {', '.join(wrong[:4])}" in out
-    listed.write_text("cat/0.png", encoding="utf-16")
-    with refusal("folders.read_lines", listed, "save it as UTF-8"):
-        folders.find_labelled(data)
-    listed.write_text("\n".join(f"eel/{number}.png" for number in range(8)))
-    with refusal("folders.refuse_lost_classes", listed, "class eel"):
-        folders.find_labelled(data)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(1)
-def test_broken_files_are_left_out(
-    drawn: Callable, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those in DIR/broken.txt, images or masks, of both parts; a line counts and names them."""
+def test_broken_txt(drawn: Callable, kind: str) -> None:
+    """What left images out in 2.x is refused with what does so now."""
     data = drawn(kind)
-    train, val, classes = find(kind, data)
-    one = Path(train[7][0])
-    other = Path(val[3][kind == "masks"])  # the image, or its mask
-    lines = [
-        "# remarks",
-        f"./{one.relative_to(data)}",
-        "",
-        f"{other.absolute()}",
-        "no.jpg",
-    ]
-    (data / "broken.txt").write_text("\n".join(lines))
-    one.write_bytes(b"text")
-    other.write_bytes(b"text")
-    said: list[str] = []
-    monkeypatch.setattr(folders.distributed, "print0", said.append)
-    after = find(kind, data)
-    assert after[2] == classes
-    assert list(after[0]) == [*train[:7], *train[8:]]
-    assert list(after[1]) == [*val[:3], *val[4:]]
-    line = f"{data / 'broken.txt'}: 2 of 76 images are left out: "
-    assert any(text.startswith(f"{line}{one.relative_to(data)}, ") for text in said)
-    # a resumed run is to have the same
-    whole, part = (folders.Part(list(found), None) for found in (train, after[0]))
-    kind_of_set = {"labels": folders.ImageFiles, "masks": folders.MaskFiles}[kind]
-    marks = {fingerprint(kind_of_set(each, tuple)) for each in (whole, part)}
-    assert len(marks) == 2
-    every = [str(Path(sample[0]).relative_to(data)) for sample in [*val]]
-    (data / "broken.txt").write_text("\n".join(every))
-    with refusal("folders.leave_out", "no image in val"):
+    listed = data / "broken.txt"
+    listed.touch()
+    with refusal("folders.read_parts", listed, f"check {data} --skip-broken"):
         find(kind, data)
 
 
@@ -712,7 +644,7 @@ class TestLists:
             (folder / name).touch()
         data = content if isinstance(content, bytes) else content.encode()
         (folder / "train.csv").write_bytes(data)
-        return folders.read_list(folder / "train.csv", ("file", "label"), count=1)
+        return folders.read_list(folder / "train.csv", has_masks=False)
 
     def test_rows(self, tmp_path: Path) -> None:
         """As spreadsheets write them: a mark, CRLF, quotes, further columns in another order."""
