@@ -150,7 +150,7 @@ def unsaved(parts: states.Parts) -> list[str]:
         # By type: __class__ of a stand-in may be anything.
         if (
             issubclass(type(each), kinds)
-            and id(each) not in saved
+            and id(replicas.bare(each)) not in saved
             and is_of_these(each)
         ):
             found.append(type(each).__name__)
