@@ -43,7 +43,7 @@ import torch.utils.tensorboard
 import torchmetrics  # noqa: F401
 
 from ddpkit.ranks import distributed
-from ddpkit.run import pictures, reporting
+from ddpkit.run import pictures, reporting, resuming
 
 Patch = Callable[[], object]
 OWNED = ["main", "flags", "recipe", "ddp"]
@@ -164,6 +164,26 @@ def start(
     return [
         fork(functools.partial(begin, rank), output, folder) for rank in range(ranks)
     ]
+
+
+def at_turn(turn: int, signum: int, *which: int) -> Patch:
+    """Have these ranks send themselves a signal between turn `turn` of a loop and the next one."""
+
+    def patch() -> None:
+        end_turn = resuming.Checkpoints._end_turn
+        count = 0
+
+        def patched(self: resuming.Checkpoints, **words: bool) -> None:
+            nonlocal count
+            end_turn(self, **words)
+            count += 1
+            if count == turn and int(os.environ["RANK"]) in which:
+                os.kill(os.getpid(), signum)
+                time.sleep(0.5)  # for the other thread, before the steps are over
+
+        resuming.Checkpoints._end_turn = patched
+
+    return patch
 
 
 def on_ranks(*counts: int, group: bool = True) -> Callable[[Callable], Callable]:

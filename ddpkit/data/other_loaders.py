@@ -256,9 +256,11 @@ def begun(loader: object, epoch: int, *key: int) -> Iterator:
         without one nothing is seeded.
     """
     samplers = samplers_of(loader)
-    for part in samplers:
+    for part in (loader, *samplers):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
+    if hasattr(loader, "_num_iter_calls"):  # by which Fabric's loader does the same
+        loader._num_iter_calls = epoch
     samples.tell_epoch(samples.dataset_of(loader), epoch)
     if not key:
         return loading.started(loader)
@@ -268,8 +270,10 @@ def begun(loader: object, epoch: int, *key: int) -> Iterator:
     for generator in generators_in(*drawing):
         _seed_generator(generator, samples.hash_key(*key))
     if getattr(loader, "persistent_workers", False):
-        # Kept workers would go on with random numbers of the epoch before.
-        loader._iterator = None
+        # Kept workers would go on with random numbers of the epoch before. Fabric and accelerate
+        # wrap the loader that keeps them.
+        within = getattr(loader, "base_dataloader", loader)
+        getattr(within, "_dataloader", within)._iterator = None
     return drawn(loader, *key)
 
 

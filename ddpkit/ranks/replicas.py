@@ -19,6 +19,13 @@ from ddpkit.ranks import distributed
 # The names of each prepared network's weights, in DDP's order
 _trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 _called: WeakSet[nn.Module] = WeakSet()  # of these, since the last optimizer step
+# Wrappers of Fabric and accelerate, by class, and where each has what it wraps
+WRAPPERS = {
+    "_FabricModule": "_original_module",
+    "_FabricOptimizer": "_optimizer",
+    "AcceleratedOptimizer": "optimizer",
+    "AcceleratedScheduler": "scheduler",
+}
 
 
 def uncompiled(network: nn.Module) -> nn.Module:
@@ -27,8 +34,12 @@ def uncompiled(network: nn.Module) -> nn.Module:
 
 
 def bare(part: Any) -> Any:
-    """Return the network in DistributedDataParallel or Fabric's wrapper; anything else as it is."""
-    network = uncompiled(getattr(part, "_original_module", part))
+    """Return what is in DistributedDataParallel, or a wrapper of Fabric or accelerate, if it is."""
+    for kind in type(part).__mro__:
+        if kind.__name__ in WRAPPERS:
+            part = getattr(part, WRAPPERS[kind.__name__])
+            break
+    network = uncompiled(part)
     return network.module if isinstance(network, DistributedDataParallel) else network
 
 

@@ -170,8 +170,8 @@ class Checkpoints:
         **parts: Any,
     ) -> None:
         distributed.adopt_group()
+        check_parts(type(self).__name__, parts)
         self.parts = {name: replicas.bare(part) for name, part in parts.items()}
-        check_parts(type(self).__name__, self.parts)
         self.save_every = save_every
         self.seed = seed
         self.epoch = 0

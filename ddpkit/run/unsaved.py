@@ -115,7 +115,7 @@ def unsaved(parts: states.Parts) -> list[str]:
     found = []
     for each in gc.get_objects():
         # By type: __class__ of a stand-in may be anything.
-        if not issubclass(type(each), kinds) or id(each) in saved:
+        if not issubclass(type(each), kinds) or id(replicas.bare(each)) in saved:
             continue
         if isinstance(each, AveragedModel):
             is_of_these = each.module.state_dict().keys() in averaged

@@ -15,7 +15,7 @@ from generated import refusal, wait_for
 import ddpkit
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, protocol
-from ddpkit.run import resuming, unsaved
+from ddpkit.run import unsaved
 
 SCRIPT = """
 import os, random, signal, sys, time
@@ -52,57 +52,15 @@ numbers = vars(numbers) if "numbers" in dir() else {}
 torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), **numbers}, f"end{rank}")
 """
 WAYS = {
-    # Counters and lists of the loop; another loop than over epochs would be `while`.
-    "early stopping": """
-checkpoints = ddpkit.Checkpoints("run", model=model, optimizer=optimizer)
-numbers = checkpoints.numbers(best=9e9, bad=0, losses=[], iterations=0)
-for epoch in checkpoints.epochs(9):
-    for batch in checkpoints.steps(loader, model):
-        loss = step(batch)
-        numbers.losses.append(loss)
-        numbers.iterations += 1
-    score = 1 - 0.1 * min(epoch, 1)
-    numbers.bad = 0 if score < numbers.best else numbers.bad + 1
-    numbers.best = min(numbers.best, score)
-    if numbers.bad >= 2:
-        break
-assert epoch == 3
-assert numbers.iterations == len(numbers.losses) == 4 * 9
-""",
-    # By iterations, with next(); each rank's own place in a reader of its own.
-    "iterations": """
-class Reader:
-    def __init__(self):
-        self.at = 1000 * rank
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, saved):
-        self.at = saved["at"]
-
-    def read(self):
-        self.at += 1
-        return self.at / 1e4
-
-reader = Reader()
-checkpoints = ddpkit.Checkpoints(
-    "run", model=model, optimizer=optimizer, reader=reader, save_every=4
-)
-first, second = checkpoints.forever(loader), checkpoints.forever(plain)
-for iteration in checkpoints.steps(range(36), model):
-    inputs, targets = next(first)
-    more, _ = next(second)
-    step((inputs + 0.1 * more + reader.read(), targets))
-assert reader.at == 1000 * rank + 36
-""",
     # What all ranks draw alike decides a rate, also in a step; own numbers of each rank do not.
     "common numbers": """
 checkpoints = ddpkit.Checkpoints("run", model=model, optimizer=optimizer)
 numbers = checkpoints.numbers(drawn=[], common=[], own=[])
+others, more = checkpoints.forever(loader), checkpoints.forever(plain)
 for epoch in checkpoints.epochs(4):
     scale = random.choice([0.5, 1.0, 1.5])
     for inputs, targets in checkpoints.steps(loader, model):
+        inputs = inputs + 0.1 * next(others)[0] + 0.1 * next(more)[0]
         size = random.choice([1.0, 1.25]) * float(torch.rand(())) * numpy.random.rand()
         numbers.common.append(checkpoints.common.random())
         numbers.own.append(checkpoints.own.random())
@@ -126,28 +84,6 @@ for epoch in checkpoints.epochs(3):
         time.sleep(999)
 """,
 }
-STOPS = {
-    "early stopping": (5, 17, 30),
-    "iterations": (7, 13, 29),
-    "common numbers": (4, 9, 22),
-}
-
-
-def at_turn(step: int, signum: int, *which: int) -> ranks.Patch:
-    """Have these ranks send themselves a signal between step `step` and the next one."""
-
-    def patch() -> None:
-        end_turn = resuming.Checkpoints._end_turn
-
-        def patched(self: ddpkit.Checkpoints, **words: bool) -> None:
-            end_turn(self, **words)
-            if self.step == step and int(os.environ["RANK"]) in which:
-                os.kill(os.getpid(), signum)
-                time.sleep(0.5)  # for the other thread, before the steps are over
-
-        resuming.Checkpoints._end_turn = patched
-
-    return patch
 
 
 def start(way: str, folder: Path, patch: ranks.Patch = int, at: int = -1) -> list[int]:
@@ -169,19 +105,19 @@ def ends(folder: Path) -> list[int]:
     return [samples.checksum(each) for each in found]
 
 
-@pytest.mark.parametrize("way", STOPS)
-def test_ways_of_looping(way: str, tmp_path: Path) -> None:
+def test_random_numbers(tmp_path: Path) -> None:
     """Stopped by a signal to one rank, killed, stopped by one to all: as undisturbed."""
+    way = "common numbers"
     whole = tmp_path / "whole"
     assert ranks.wait(start(way, whole)) == [0, 0], ranks.said(whole / "printed")
     out, _ = ranks.said(whole / "printed")
     assert "warning" not in out
     stopped = tmp_path / "stopped"
-    one, two, three = STOPS[way]
-    assert ranks.wait(start(way, stopped, at_turn(one, signal.SIGTERM, 1))) == [75, 75]
-    dies = at_turn(two, signal.SIGKILL, 0, 1)
+    stops = ranks.at_turn(4, signal.SIGTERM, 1)
+    assert ranks.wait(start(way, stopped, stops)) == [75, 75]
+    dies = ranks.at_turn(5, signal.SIGKILL, 0, 1)
     assert ranks.wait(start(way, stopped, dies)) == [-9, -9]
-    stops = at_turn(three, signal.SIGTERM, 0, 1)
+    stops = ranks.at_turn(17, signal.SIGTERM, 0, 1)
     assert ranks.wait(start(way, stopped, stops)) == [75, 75]
     pids = start(way, stopped)
     assert ranks.wait(pids) == [0, 0], ranks.said(stopped / "printed")

@@ -26,7 +26,16 @@ from ddpkit.run import resuming
 
 FOREIGN = ROOT / "tests" / "foreign"
 NAMES = sorted(path.stem for path in FOREIGN.glob("*.py"))
-STEPS = {"gan": 64, "images": 32, "tokens": 60}
+STEPS = {
+    "accelerate_loop": 100,
+    "early_stopping": 60,
+    "fabric_loop": 64,
+    "gan": 64,
+    "images": 32,
+    "iterations": 80,
+    "stream": 60,
+    "tokens": 60,
+}
 Start = Callable[..., Done]
 
 
@@ -90,29 +99,35 @@ def at_step(step: int, signum: int, *which: int) -> ranks.Patch:
     return patch
 
 
-def parts(folder: Path) -> int:
-    """A checksum of all that a run has saved."""
+def ends(folder: Path) -> dict[str, int]:
+    """A checksum of all that a run has saved, and of each file that the script itself has."""
     state = torch.load(folder / "run" / "last.pt", weights_only=True)
-    return samples.checksum([state["parts"], state["epoch"], state["step"]])
+    kept = [state[name] for name in ("parts", "of_ranks", "epoch", "step")]
+    found = {"last.pt": samples.checksum(kept)}
+    for path in folder.glob("*.pt*"):
+        found[path.name] = samples.checksum(torch.load(path, weights_only=True))
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_of_ones_own(name: str, tmp_path: Path, start: Start) -> None:
-    """At most 15 lines; stopped by a signal to one rank, and killed: resumed to the same bits."""
+    """At most 15 lines; stopped by signals and killed, within steps and between: the same bits."""
     diff = (FOREIGN / f"{name}.diff").read_text()
     assert len(re.findall(r"^[+-](?![+-])", diff, re.MULTILINE)) <= 15
-    start(name, "whole").ok()
-    stop = random.Random(name).randrange(2, STEPS[name] - 20)
-    done = start(name, "stopped", at_step(stop, signal.SIGTERM, 1))
+    assert "warning" not in start(name, "whole").ok().out
+    stop = random.Random(name).randrange(2, STEPS[name] - 22)
+    done = start(name, "stopped", ranks.at_turn(stop, signal.SIGTERM, 1))
     assert done.statuses == [75, 75]
     assert re.search(r"SIGTERM: stopped and saved at epoch \d+, step \d+", done.out)
     # Then killed, at most at the end of the next epoch.
     done = start(name, "stopped", at_step(9, signal.SIGKILL, 0))
     assert done.statuses[0] == -9
     assert done.statuses[1]
+    done = start(name, "stopped", ranks.at_turn(10, signal.SIGTERM, 0, 1))
+    assert done.statuses == [75, 75]
     done = start(name, "stopped").ok()
     assert re.search(r"run/last.pt: \d+ epochs? done", done.out)
-    assert parts(tmp_path / "whole") == parts(tmp_path / "stopped")
+    assert ends(tmp_path / "whole") == ends(tmp_path / "stopped")
     wait_for(lambda: not left(0), 30)  # plain loader workers of who was killed
 
 
@@ -144,7 +159,7 @@ def test_ways_of_writing(way: str, tmp_path: Path) -> None:
             assert "once more" not in out
             if step and way in ("accumulated", "carried"):
                 assert int(re.search(r"step (\d+); the same", out)[1]) % 3 == 0
-        found.append(parts(folder))
+        found.append(ends(folder))
         lengths = {(folder / f"lengths{rank}").read_text() for rank in range(2)}
         assert len(lengths) == 1
         found.append(lengths)
