@@ -271,17 +271,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         isinstance(kind, type) and issubclass(kind, folders.MaskFiles)
         for kind in vars(process.own("dataset")).values()
     )
-    found: list[str] = []
-
-    def note(error: UserError) -> None:
-        found.append(error.line)
-
+    noted: list[UserError] = []
     labels = read_classes(root / "classes.txt") if has_masks else unnamed()
     classes: Sequence[str] = ()
     if has_masks:
-        train, val = folders.find_mask_pairs(root, note=note)
+        train, val = folders.find_mask_pairs(root, note=noted.append)
     else:
-        train, val, classes = folders.find_labelled(root, note=note)
+        train, val, classes = folders.find_labelled(root, note=noted.append)
     sets = [train, val]
     unread = ""
     try:
@@ -289,10 +285,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             if folders.has_test(root, has_masks):
                 find = folders.find_mask_pairs if has_masks else folders.find_labelled
-                sets.append(find(root, "test", note=note)[1])
+                sets.append(find(root, "test", note=noted.append)[1])
     except UserError as error:  # training does without
         unread = f"the test set is not read: {error.line}"
-    found = list(dict.fromkeys(found))  # training's twice
+    # training's twice
+    found = list(dict.fromkeys(error.line for error in noted))
     kind = folders.MaskFiles if has_masks else folders.ImageFiles
     parts = [kind(folders.Part(samples, format, labels), tuple) for samples in sets]
     survey = Survey(parts, given.workers)
@@ -379,12 +376,12 @@ def make_lists(
                 raise UserError(
                     f"{root}: all training images of class {shorten(lost)} are broken: add others"
                 )
-        column, label = folders.COLUMNS[has_masks]
+        columns = [*folders.COLUMNS[has_masks]]
         if path:
-            tables[path] = keep_rows(path, column, {pair[0] for pair in kept})
+            tables[path] = keep_rows(path, columns[0], {pair[0] for pair in kept})
         else:
             rows = [as_row(pair, root, has_masks) for pair in kept]
-            tables[root / f"{part}.csv"] = [[column, label], *rows]
+            tables[root / f"{part}.csv"] = [columns, *rows]
     return tables
 
 

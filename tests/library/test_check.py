@@ -226,6 +226,8 @@ def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) ->
     assert table.read_text().splitlines() == kept
     assert "left out: " in done.out
     assert "gone.png does not exist" in done.out
+    done = project.train(data, tmp_path / "run", "--epochs", 2, on=1).ok()
+    assert "; other training images than then\n" in done.out
 
 
 def test_what_no_list_can_say(tmp_path: Path) -> None:
