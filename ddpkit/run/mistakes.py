@@ -2,12 +2,10 @@
 
 import contextlib
 import math
-import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +107,7 @@ class Mistakes:
     confusion: Tensor | None
     worst: Worsts
     model: nn.Module
-    loader: Any
+    loader: object
     classes: Sequence[str]
     predict: Callable[[nn.Module, Tensor], Outputs]
     draw: DrawExample | None
@@ -126,10 +124,7 @@ class Mistakes:
         if not self.draw or data is None or isinstance(data, IterableDataset):
             return []
         data = getattr(self.loader, "seeded", None) or Seeded(data, self.classes, 0)
-        if not captions:
-            # from the first to the last, at equal distances; fewer if there are fewer
-            gap = (len(data) - 1) / (EXAMPLES - 1)
-            captions = {round(i * gap): "" for i in range(EXAMPLES)}
+        captions = captions or dict.fromkeys(spread(len(data), EXAMPLES), "")
         format = normalizing.format_of(self.loader)
         device = next(self.model.parameters()).device
         names = short_names(data.dataset, captions)
@@ -155,10 +150,10 @@ class Mistakes:
                 )
         # another loader may not say which images they were
         known = [(loss, index) for loss, index in self.worst if index >= 0]
-        captions = {}
-        for number, (loss, index) in enumerate(known, 1):
-            captions[index] = f"{number}.  loss {loss:.3g}"
         if known:
+            captions = {}
+            for number, (loss, index) in enumerate(known, 1):
+                captions[index] = f"{number}.  loss {loss:.3g}"
             examples = self.draw_examples(folder / "worst.png", captions)
             self._write_worst(folder / "worst.csv", known, examples)
 
@@ -167,10 +162,9 @@ class Mistakes:
     ) -> None:
         """Write the files that worst.png shows, in its order, with label, prediction and loss."""
         data = samples.dataset_of(self.loader)
+        pairs = zip(worst, examples, strict=False)
         with files.table(path, ["path", "label", "prediction", "loss"]) as write:
-            for (loss, index), (_, target, logits, _) in zip(
-                worst, examples, strict=False
-            ):
+            for (loss, index), (_, target, logits, _) in pairs:
                 file = samples.file_of(data, index) or samples.name(data, index)
                 write([file, *self._said(target, logits), f"{loss:.4g}"])
 
@@ -194,6 +188,12 @@ class Mistakes:
                 ]
             said.append("; ".join(words))
         return said
+
+
+def spread(total: int, count: int) -> list[int]:
+    """Return `count` numbers of samples, from the first to the last; fewer if there are fewer."""
+    gap = (total - 1) / (count - 1)
+    return sorted({round(i * gap) for i in range(count)})
 
 
 def short_names(dataset: MapDataset, indices: Iterable[int]) -> list[str]:
@@ -267,11 +267,9 @@ def per_class_lines(
 
     rows = found
     if len(found) > MOST_LINES:
-        of_f1 = operator.itemgetter(2)
-        rows = sorted(
-            found, key=lambda each: (math.isnan(of_f1(each[1])), of_f1(each[1]))
-        )
-        rows = rows[:FEW_LINES]
+        # NaN after all numbers
+        found.sort(key=lambda each: (math.isnan(each[1][2]), each[1][2]))
+        rows = found[:FEW_LINES]
     means = torch.tensor([row for _, row, _ in found]).nanmean(0).tolist()
     cells = [to_cells(*each) for each in rows]
     cells.append(to_cells("mean, sum", means, total))

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from ddpkit import files
 from ddpkit.data.masks import VOID, Classes
-from ddpkit.run.rows import OF_TUNING, Row, clip, is_of_class, number_in
+from ddpkit.run.rows import (
+    OF_TUNING,
+    Row,
+    best_row,
+    clip,
+    is_of_class,
+    number_in,
+    only_numbers,
+)
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -91,13 +99,12 @@ def outline(
 ) -> np.ndarray:
     """Return the image (H, W, 3) with the edges of each class in its colour, but of black ones."""
     is_edge = np.zeros(mask.shape, bool)
-    for step in range(1, width + 1):
-        down = mask[step:] != mask[:-step]
-        is_edge[step:] |= down
-        is_edge[:-step] |= down
-        right = mask[:, step:] != mask[:, :-step]
-        is_edge[:, step:] |= right
-        is_edge[:, :-step] |= right
+    # down, and to the right
+    for numbers, edge in ((mask, is_edge), (mask.T, is_edge.T)):
+        for step in range(1, width + 1):
+            differs = numbers[step:] != numbers[:-step]
+            edge[step:] |= differs
+            edge[:-step] |= differs
     colors = colors_of(classes, 256)[mask]
     is_drawn = is_edge & colors.any(-1)
     return np.where(is_drawn[..., None], colors, pixels)
@@ -140,21 +147,28 @@ def draw_masks(
         outline(pixels, truth, classes, width),
         draw_errors(axes, pixels, guess, truth, classes),
     ]
-    gap = np.full((len(pixels), max(4, width), 3), 255, np.uint8)
-    row = [panel for each in shown for panel in (gap, each)]
-    axes.imshow(np.concatenate(row[1:], axis=1))
+    axes.imshow(in_a_row(shown, max(4, width)))
     axes.set_xlabel("image | prediction | truth | errors")
+
+
+def in_a_row(panels: Sequence[np.ndarray], gap: int = 4) -> np.ndarray:
+    """Return images of one height, uint8 (H, W, 3), beside each other, with white between them."""
+    edges = ((0, 0), (0, gap), (0, 0))
+    padded = [np.pad(each, edges, constant_values=255) for each in panels]
+    return np.concatenate(padded, axis=1)[:, :-gap]
 
 
 def mean_iou(guess: np.ndarray, truth: np.ndarray, count: int) -> float:
     """Return the mean over the classes that either mask has, of pixels with a label."""
     is_label = (truth >= 0) & (truth < count)
-    pairs = truth[is_label].astype(np.int64) * 256 + guess[is_label]
-    matrix = np.bincount(pairs, minlength=1 << 16).reshape(256, 256)
-    both = matrix.sum(0) + matrix.sum(1) - matrix.diagonal()
-    present = both > 0
-    each = matrix.diagonal()[present] / both[present]
-    return float(each.mean()) if len(each) else math.nan
+    guess = guess[is_label]
+    truth = truth[is_label]
+    shares = []
+    for number in np.union1d(guess, truth):
+        said = guess == number
+        was = truth == number
+        shares.append((said & was).sum() / (said | was).sum())
+    return float(np.mean(shares)) if shares else math.nan
 
 
 def draw_errors(
@@ -168,10 +182,10 @@ def draw_errors(
 
     An object is what has a class with a colour; black ones are its ground.
     """
-    is_object: np.ndarray = np.any(colors_of(classes, 256), axis=-1)
+    is_object = colors_of(classes, 256).any(-1)
     is_label = (truth >= 0) & (truth < len(classes))
-    was = np.logical_and(is_object[truth], is_label)
-    said = np.logical_and(is_object[guess], is_label)
+    was = is_object[truth] & is_label
+    said = is_object[guess] & is_label
     places = [
         was & said & (guess == truth),
         was & ~said,
@@ -209,44 +223,43 @@ def draw_curves(
     rows: Sequence[Row],
     classes: Sequence[str],
     best: str = "",
-    best_row: Row | None = None,
+    direction: str = "",
 ) -> None:
     """Draw the losses, and the other metrics, over the epochs; those of single classes are not.
 
-    best, best_row: the metric by which best.pt is chosen, and the row of that epoch, to be marked.
+    best, direction: the metric by which best.pt is chosen, and max or min: that epoch is marked.
     """
     losses = []
     others = []
-    for name, value in rows[-1].items():
-        if isinstance(value, str) or name in OF_TUNING:
+    for name in only_numbers(rows[-1]):
+        if name in OF_TUNING:
             continue
         if name.endswith("loss"):
             losses.append(name)
         elif not is_of_class(name, classes) or name == best:
             others.append(name)
     epochs = [number_in(row, "epoch") for row in rows]
+    marked = best_row(rows, best, direction)
     with drawing(path) as figure:
         figure.set_size_inches(10, 4)
-        for axes, shown in zip(figure.subplots(1, 2), (losses, others), strict=True):
+        left, right = figure.subplots(1, 2)
+        for axes, kind, shown in (left, "loss", losses), (right, "metric", others):
             for name in shown:
                 # NaN, of a row without the value, is not drawn
                 line = [number_in(row, name) for row in rows]
                 label = f" {clip(name)} {line[-1]:.4g}"
-                if best_row and name == best:
-                    score = number_in(best_row, name)
-                    at = number_in(best_row, "epoch")
-                    label = f" {clip(name)}: best {score:.4g} in epoch {at}, last {line[-1]:.4g}"
-                    axes.plot(at, score, "*", color="black", markersize=12, zorder=3)
+                if marked and name == best:
+                    label += f", best {number_in(marked, name):.4g}"
                 axes.plot(epochs, line, ".-", label=label)
-            if best_row:
-                at = number_in(best_row, "epoch")
-                axes.axvline(at, color="black", linewidth=0.8, linestyle=":")
+            if marked:
+                at = number_in(marked, "epoch")
+                axes.axvline(
+                    at, color="black", linestyle=":", label=f" best, epoch {at}"
+                )
             if shown:
                 axes.legend(fontsize=8)
-            kind = "loss" if shown is losses else "metric"
-            axes.set_ylabel(clip(shown[0]) if len(shown) == 1 else kind)
-            axes.set_xlabel("epoch")
-            axes.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
+            ends = (min(epochs) - 0.5, max(epochs) + 0.5)
+            axes.set(xlabel="epoch", ylabel=kind, xlim=ends)
             axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
             axes.grid(alpha=0.3)
 
@@ -276,10 +289,7 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
         if count <= 120:
             names = [clip(name) for name in legible(classes)]
             size = min(10, max(5, 0.6 * cell))
-            # a letter is about 0.6 of its size wide
-            is_short = max(map(len, names)) * 0.6 * size < cell
-            turn = 0 if is_short else 90
-            axes.set_xticks(range(count), names, rotation=turn, fontsize=size)
+            axes.set_xticks(range(count), names, rotation=90, fontsize=size)
             totals = [
                 f"{name} ({total:,.0f})"
                 for name, total in zip(names, sums, strict=True)
@@ -294,12 +304,13 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
             for row, column in np.argwhere(percent > 0):
                 value = percent[row, column]
                 text = f"{value:.0f}" if value >= 0.5 else "<1"
+                size = max(4, cell / 2.6)
                 if cell >= 30:  # there is room for two lines
                     text = f"{value:.1f}%\n{counts[row, column]:,.0f}"
-                size = min(12, max(4, cell / (5.5 if cell >= 30 else 2.6)))
+                    size = min(12, cell / 5.5)
                 color = "white" if value > 50 else "black"
-                drawn_text = axes.text(column, row, text, color=color, fontsize=size)
-                drawn_text.set(ha="center", va="center")
+                place = {"ha": "center", "va": "center"}
+                axes.text(column, row, text, color=color, fontsize=size, **place)
 
 
 def draw_images(

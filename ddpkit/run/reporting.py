@@ -1,6 +1,7 @@
 """What a run reports, on rank 0: lines, progress, metrics.csv, TensorBoard, a tracker, images."""
 
 import contextlib
+import functools
 import importlib
 import json
 import math
@@ -31,7 +32,6 @@ from ddpkit.run.rows import (
     EpochLines,
     Row,
     as_digits,
-    best_row,
     is_of_class,
     only_numbers,
     recorded_epochs,
@@ -84,7 +84,6 @@ class Reporter:
         self.rows = recorded_rows(self.folder, epoch) if rows is None else rows
         # finished, so also the number of the next, from 0
         self.epoch = epoch
-        self.first_epoch = epoch + 1  # of those to be recorded, from 1
         self.active = distributed.is_rank_zero() and active
         if distributed.any_debugged():
             tqdm.monitor_interval = 0  # its thread would be one more row in each rank
@@ -95,7 +94,10 @@ class Reporter:
         self.waited = 0.0
         self.images = 0  # in this epoch, of all ranks
         self.beside = Beside()
-        self.board = Board(self.folder / EPOCHS, self._open_board, self.active)
+        # Entries of later epochs, before going back to an earlier checkpoint, are dropped:
+        # in a folder of its own, for other people's scalars have other steps.
+        open_board = functools.partial(open_writer, purge_step=epoch + 1)
+        self.board = Board(self.folder / EPOCHS, open_board, self.active)
         self.process = os.getpid()
         self.log: Log | None = None  # a tracker's
         self.facts: dict[str, object] = {}  # args.json
@@ -115,8 +117,8 @@ class Reporter:
         source: TrainSampler | OtherSource,
         batch_size: int,
         accumulate: int,
-        train_loader: Any,
-        val_loader: Any,
+        train_loader: object,
+        val_loader: object,
         flags: Mapping[str, object],
     ) -> None:
         """Print the start lines and write args.json: flags, versions, commit, device."""
@@ -146,18 +148,17 @@ class Reporter:
         )
         own = machine.library()
         distributed.print0(f"ddpkit {own}")
-        versions = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "ddpkit": own,
-        }
         self.note_facts(
             flags=dict(flags),
             ranks=ranks,
             device=device,
             jpeg=jpeg,
             git=machine.git_commit(),
-            versions=versions,
+            versions={
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "ddpkit": own,
+            },
         )
 
     def print_parameters(self, network: nn.Module) -> None:
@@ -308,9 +309,8 @@ class Reporter:
 
     def record(self, new: Sequence[Row]) -> None:
         """Draw curves.png, then write metrics.csv; give the `new` rows to TensorBoard."""
-        best = best_row(self.rows, *self.chosen_by())
         path = self.folder / "curves.png"
-        words = path, self.rows, self.classes, self.chosen_by()[0], best
+        words = path, self.rows, self.classes, *self.chosen_by()
         self.beside(f"{path} is not drawn", pictures.draw_curves, *words)
         self.beside(f"{self.folder}/metrics.csv is not written", self.write_rows)
         shown = new if any((self.folder / EPOCHS).glob(EVENTS)) else self.rows
@@ -318,10 +318,9 @@ class Reporter:
             for name, value in only_numbers(row).items():
                 self.board.add_scalar(name, value, row["epoch"])
         self.board.flush()
-        for row in new:
-            if self.log:
-                numbers = only_numbers(row)
-                self.beside("the tracker did not take a row", self.log, numbers)
+        for row in new if self.log else ():
+            numbers = only_numbers(row)
+            self.beside("the tracker did not take a row", self.log, numbers)
 
     def write_rows(self) -> None:
         # of all rows, in their order: a later one may have more
@@ -330,27 +329,21 @@ class Reporter:
             for row in self.rows:
                 write([row.get(name, "") for name in columns])
 
-    def _open_board(self) -> object:
-        # Entries of later epochs, before going back to an earlier checkpoint, are
-        # dropped: in a folder of its own, for other people's scalars have other steps.
-        return open_writer(self.folder / EPOCHS, purge_step=self.first_epoch)
-
     def catch_up(self, tracker: Start | None = None) -> None:
         """Record the rows that a run had saved when it was killed; start the tracker, if any.
 
         All ranks have to call this, and wait for rank 0.
         """
-        distributed.await_rank_zero(self._catch_up, tracker)
 
-    def _catch_up(self, tracker: Start | None) -> None:
-        if not self.active:
-            return
-        if tracker:
-            self.beside("the tracker did not start", self.start_tracker, tracker)
-        recorded = recorded_epochs(self.folder)
-        # They may be more: of epochs after the one that was gone back to.
-        if self.rows and recorded != len(self.rows):
-            self.record(self.rows[recorded:])
+        def catch_up() -> None:
+            if tracker:
+                self.beside("the tracker did not start", self.start_tracker, tracker)
+            recorded = recorded_epochs(self.folder)
+            # They may be more: of epochs after the one that was gone back to.
+            if self.rows and recorded != len(self.rows):
+                self.record(self.rows[recorded:])
+
+        distributed.await_rank_zero(catch_up if self.active else int)
 
     def start_tracker(self, tracker: Start) -> None:
         path = self.folder / "tracker.json"
@@ -368,13 +361,13 @@ class Reporter:
 
         All ranks have to call this, and wait for rank 0.
         """
-        distributed.await_rank_zero(self._write_images, mistakes)
 
-    def _write_images(self, mistakes: Mistakes) -> None:
-        if self.active:
+        def write() -> None:
             failed = f"{self.folder} lacks images of best.pt"
             self.beside(failed, mistakes.write_files, self.folder)
             self.beside(failed, mistakes.draw_examples, self.folder / "examples.png")
+
+        distributed.await_rank_zero(write if self.active else int)
 
     def try_drawing(self, mistakes: Mistakes) -> None:
         """Draw one image to nowhere: if that fails, it fails before the first epoch."""
@@ -394,17 +387,13 @@ class Reporter:
                 f"done: {name} was NaN after every epoch: there is no best.pt"
             )
         checkpoint = os.path.join(os.path.relpath(self.folder), "best.pt")
-        found = [checkpoint]
-        for file in SHOWN:
-            if (self.folder / file).exists():
-                found.append(file)
-        distributed.print0(
-            f"done: best {name} {best:.4f}, of epoch {epoch}; {', '.join(found)}"
-        )
+        found = [file for file in SHOWN if (self.folder / file).exists()]
+        names = ", ".join([checkpoint, *found])
+        distributed.print0(f"done: best {name} {best:.4f}, of epoch {epoch}; {names}")
         script = process.project() / "predict.py"
         if script.is_file():
-            words = ["python", nearest(script), nearest(example)]
-            command = shlex.join([*words, "--checkpoint", checkpoint])
+            paths = [nearest(script), nearest(example)]
+            command = shlex.join(["python", *paths, "--checkpoint", checkpoint])
             distributed.print0(f"next: {command}")
 
 
@@ -493,4 +482,4 @@ def print_evaluation(
         results = found or results
     width = max(map(len, results))
     for name, value in results.items():
-        distributed.print0(f"{name.ljust(width)}  {as_digits(value)}")
+        distributed.print0(f"{name:{width}}  {as_digits(value)}")

@@ -64,9 +64,8 @@ def as_number(text: str) -> float | str:
 def best_row(rows: Sequence[Row], name: str, direction: object) -> Row | None:
     """Return the first row with the best `name`; None if none has it. direction: max or min."""
     found = [row for row in rows if not math.isnan(number_in(row, name))]
-    if direction == "min":
-        return min(found, key=lambda row: number_in(row, name), default=None)
-    return max(found, key=lambda row: number_in(row, name), default=None)
+    sign = -1 if direction == "min" else 1
+    return max(found, key=lambda row: sign * number_in(row, name), default=None)
 
 
 def number_in(row: Row, name: str) -> float:
@@ -108,12 +107,12 @@ def is_of_class(name: str, classes: Collection[str]) -> bool:
 
 def table_lines(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table: names to the left, numbers, all but the first, to the right."""
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    table = [columns, *cells]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
-    for row in [columns, *cells]:
-        words = [row[0].ljust(widths[0])]
-        for word, width in zip(row[1:], widths[1:], strict=True):
-            words.append(word.rjust(width))
+    for row in table:
+        words = list(map(str.rjust, row, widths))
+        words[0] = row[0].ljust(widths[0])
         lines.append(GAP.join(words).rstrip())
     return lines
 
@@ -137,15 +136,13 @@ class EpochLines:
         left: the time. best: the column by which best.pt is chosen.
         """
         numbers = only_numbers(row)
-        first = f"epoch {row['epoch']}/{self.epochs}"
         width = len(f"epoch {self.epochs}/{self.epochs}")
         columns = [" " * width]
-        words = [first.ljust(width)]
+        words = [f"epoch {row['epoch']}/{self.epochs}".ljust(width)]
         for name in self.fitting(numbers, best, width):
-            title = clip(name)
-            digits = as_digits(numbers[name])
-            columns.append(title.rjust(8))
-            words.append(digits.rjust(max(8, len(title))))
+            title = clip(name).rjust(8)
+            columns.append(title)
+            words.append(as_digits(numbers[name]).rjust(len(title)))
         header = GAP.join([*columns, "left".rjust(8)])
         found = [header] if header != self.header else []
         self.header = header

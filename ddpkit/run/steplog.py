@@ -34,14 +34,16 @@ def open_writer(folder: Path, **options: int) -> "SummaryWriter":
 
 
 class Board:
-    """A SummaryWriter, which `make` opens at the first use; its errors are a line.
+    """A SummaryWriter for `folder`, which `make` opens at the first use; its errors are a line.
 
     Where it is not `active`, and in a forked child, it does nothing.
     """
 
-    def __init__(self, folder: Path, make: Callable[[], object], active: bool) -> None:
+    def __init__(
+        self, folder: Path, make: Callable[[Path], object], active: bool
+    ) -> None:
         self._failed = f"{folder} gets nothing for TensorBoard"
-        self._make = make
+        self._make = functools.partial(make, folder)
         self._beside = Beside()
         self._process = os.getpid() if active else 0  # its thread is not in a fork
         self._writer: object = None
@@ -98,7 +100,6 @@ class StepLog:
         first_step: int = 0,
         active: bool = True,
     ) -> None:
-        self.folder = folder / STEPS
         self.device = devices.for_sums(device)
         self.every = every
         self.first_step = first_step
@@ -106,36 +107,32 @@ class StepLog:
         self.process = os.getpid()
         self.pending: list[Entry] = []
         # run.writer.add_scalar("mine", value, run.step + 1), on all ranks
-        self.writer = Board(self.folder, self._open_board, self.active)
+        self.writer = Board(folder / STEPS, self._open_board, self.active)
         self.begin_epoch()
         # TensorBoard reads one file after the other, and at the mark in this one it
         # drops what the files before have of later steps: it has to come before any
         # that is opened from here on.
-        self.drops_later = any(self.folder.glob(EVENTS))
+        self.drops_later = any((folder / STEPS).glob(EVENTS))
         if self.drops_later:
             self.writer.get_logdir()  # which opens it
 
-    def _open_board(self) -> "SummaryWriter":
+    def _open_board(self, folder: Path) -> "SummaryWriter":
         began = time.monotonic()
-        writer = open_writer(self.folder)
+        writer = open_writer(folder)
         if self.drops_later:
-            self._drop_later(writer.file_writer)
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+            mark = SessionLog(status=SessionLog.START)
+            # some readers take the first in a folder for the beginning of the run
+            for _ in range(2):
+                event = Event(step=self.first_step + 1, session_log=mark)
+                writer.file_writer.add_event(event)
         self.since += time.monotonic() - began
         return writer
 
-    def _drop_later(self, file_writer: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        mark = SessionLog(status=SessionLog.START)
-        # some readers take the first in a folder for the beginning of the run
-        for _ in range(2):
-            file_writer.add_event(Event(step=self.first_step + 1, session_log=mark))
-
     def begin_epoch(self, bar: tqdm | None = None) -> None:
         """Begin an epoch, or its rest. bar: what shows the numbers if there is a terminal."""
-        self.bar: tqdm | None = None
-        if bar is not None and not bar.disable:
-            self.bar = bar
+        self.bar = None if bar is None or bar.disable else bar
         self.images = 0  # of all ranks, since the last entry
         self.since = time.monotonic()
 
@@ -204,23 +201,20 @@ class StepLog:
 
     def _write_arrived(self) -> None:
         while self.pending:
-            event = self.pending[0].event
-            if event and not event.query():
+            entry = self.pending[0]
+            if entry.event and not entry.event.query():
                 return
-            self._write_entry(self.pending.pop(0))
-
-    def _write_entry(self, entry: Entry) -> None:
-        found = entry.values.tolist()
-        loss = found[0]
-        scalars = {"loss": loss, "lr": entry.lr, "img_per_s": entry.img_per_s}
-        shown = {"loss": f"{loss:.4g}", "lr": f"{entry.lr:.3g}"}
-        if len(found) > 1:
-            scalars["grad_norm"] = found[1]
-            shown["grad"] = f"{found[1]:.3g}"
-        if self.bar is not None:  # which shows the speed itself
-            self.bar.set_postfix(shown)
-        else:
-            words = "  ".join(f"{name} {value}" for name, value in shown.items())
-            distributed.print0(f"{entry.at}  {words}  {entry.img_per_s:.0f} img/s")
-        for name, value in scalars.items():
-            self.writer.add_scalar(name, value, entry.step)
+            del self.pending[0]
+            loss, *norm = entry.values.tolist()
+            scalars = {"loss": loss, "lr": entry.lr, "img_per_s": entry.img_per_s}
+            shown = {"loss": f"{loss:.4g}", "lr": f"{entry.lr:.3g}"}
+            if norm:
+                scalars["grad_norm"] = norm[0]
+                shown["grad"] = f"{norm[0]:.3g}"
+            if self.bar is not None:  # which shows the speed itself
+                self.bar.set_postfix(shown)
+            else:
+                words = "  ".join(f"{name} {value}" for name, value in shown.items())
+                distributed.print0(f"{entry.at}  {words}  {entry.img_per_s:.0f} img/s")
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, value, entry.step)

@@ -3,7 +3,6 @@
 import contextlib
 import io
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +37,7 @@ def draw_check(path: Path, args: Namespace) -> str:
     seeded = Seeded(train_set, classes, 0)
     samples.tell_epoch(train_set, 0)
     present: set[int] = set()
-    chosen = spread(len(train_set))
+    chosen = mistakes.spread(len(train_set), COUNT)
     files = mistakes.short_names(train_set, chosen)
     targets = []
     with pictures.drawing(path) as figure:
@@ -49,14 +48,19 @@ def draw_check(path: Path, args: Namespace) -> str:
                 continue
             axes = figure.add_subplot(label=str(index))
             axes.axis("off")
-            axes.imshow(beside_each_other(shown, classes))
-            lines = [file or samples.name(train_set, index)]
-            targets.append(target)
-            for _, mask in shown:
+            panels = []
+            for pixels, mask in shown:
                 if mask is not None:
                     present.update(np.unique(mask).tolist())
+                    pixels = pictures.outline(pixels, mask, classes)
+                panels.append(pixels)
+            axes.imshow(pictures.in_a_row(panels))
+            lines = [file or samples.name(train_set, index)]
+            targets.append(target)
             if target.ndim < 2:
-                text = "; ".join(named(target, names)) or "none"
+                # a number, or float (classes,) of several
+                numbers = target.nonzero().flatten() if target.ndim else target[None]
+                text = "; ".join(names[int(number)] for number in numbers) or "none"
                 lines.insert(0, pictures.clip(text, 40))
             axes.set_title("\n".join(lines), fontsize=9)
         if figure.axes:
@@ -69,17 +73,6 @@ def draw_check(path: Path, args: Namespace) -> str:
     return ""
 
 
-def spread(total: int) -> list[int]:
-    """Return numbers of samples, from the first to the last at equal distances."""
-    return sorted(set(np.linspace(0, total - 1, COUNT).round().astype(int).tolist()))
-
-
-def named(target: Tensor, names: Sequence[str]) -> list[str]:
-    """Return the classes that a label names: a number, or float (classes,) of several."""
-    numbers = target.nonzero().flatten() if target.ndim else target[None]
-    return [names[int(number)] for number in numbers]
-
-
 def views(dataset: Seeded, index: int) -> tuple[Tensor, list[Shown]]:
     """Return a sample's target; and the image as its file has it, if known, and as augmented."""
     shown: list[Shown] = []
@@ -89,27 +82,16 @@ def views(dataset: Seeded, index: int) -> tuple[Tensor, list[Shown]]:
             break
     image, target = dataset[Key(0, index)][:2]
     target = torch.as_tensor(target)
-    mask = [target] if target.ndim == 2 else []
-    return target, [*shown, small(image, *mask)]
+    return target, [*shown, small(image, target if target.ndim == 2 else None)]
 
 
-def small(image: Tensor, *mask: Tensor) -> Shown:
+def small(image: Tensor, mask: Tensor | None = None) -> Shown:
     """Return image and mask HEIGHT pixels high."""
     pixels = images.visible(image).permute(1, 2, 0).numpy()
     height, width = pixels.shape[:2]
     size = (max(1, round(width * HEIGHT / height)), HEIGHT)
     drawn = np.array(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
-    if not mask:
+    if mask is None:
         return drawn, None
-    numbers = Image.fromarray(mask[0].numpy().astype(np.uint8))
+    numbers = Image.fromarray(mask.numpy().astype(np.uint8))
     return drawn, np.array(numbers.resize(size, Image.Resampling.NEAREST))
-
-
-def beside_each_other(shown: Sequence[Shown], classes: Sequence[str]) -> np.ndarray:
-    gap = np.full((HEIGHT, 4, 3), 255, np.uint8)
-    row: list[np.ndarray] = []
-    for pixels, mask in shown:
-        if row:
-            row.append(gap)
-        row.append(pixels if mask is None else pictures.outline(pixels, mask, classes))
-    return np.concatenate(row, axis=1)

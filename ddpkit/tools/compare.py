@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddpkit.errors import UserError, escape, print_line, reason_of
@@ -31,20 +31,17 @@ class Compared:
     folder: Path
     flags: Mapping[str, object]
     rows: Sequence[Row]
-    metric: str = ""
-    direction: str = ""
-    best: Row = field(default_factory=dict)
+    metric: str
+    direction: str
+    best: Row
 
     @property
     def order(self) -> tuple[bool, str, float]:
         """Return what comes first: of each metric the best, and a run without any at the end."""
+        if not self.best:
+            return (True, self.metric, 0)
         score = rows.number_in(self.best, self.metric)
-        sign = 1 if self.direction == "min" else -1
-        return (
-            math.isnan(score),
-            self.metric,
-            0 if math.isnan(score) else sign * score,
-        )
+        return (False, self.metric, score if self.direction == "min" else -score)
 
     def cells(self) -> list[str]:
         seconds = [rows.number_in(row, "train_seconds") for row in self.rows]
@@ -54,7 +51,8 @@ class Compared:
             epochs += f"/{self.flags['epochs']}"
         best = NONE
         if self.best:
-            best = f"{self.metric} {rows.as_digits(rows.number_in(self.best, self.metric))}"
+            score = rows.number_in(self.best, self.metric)
+            best = f"{self.metric} {rows.as_digits(score)}"
         time = str(datetime.timedelta(seconds=round(known)))
         name = rows.clip_middle(escape(self.folder))
         return [name, best, str(self.best.get("epoch", NONE)), epochs, time]
@@ -112,21 +110,19 @@ def read_run(folder: Path) -> Compared:
     flags = facts.get("flags") if isinstance(facts, dict) else None
     if not isinstance(flags, dict):
         raise ValueError("args.json has no flags")
-    run = Compared(folder, flags, rows.recorded_rows(folder))
     best = facts.get("best")
     # which it has once it has been worked out
-    if isinstance(best, list) and len(best) == 2:
-        run.metric = str(best[0])
-        run.direction = str(best[1])
-        run.best = rows.best_row(run.rows, run.metric, run.direction) or {}
-    return run
+    is_known = isinstance(best, list) and len(best) == 2
+    metric, direction = map(str, best) if is_known else ("", "")
+    recorded = rows.recorded_rows(folder)
+    best_row = rows.best_row(recorded, metric, direction) or {}
+    return Compared(folder, flags, recorded, metric, direction, best_row)
 
 
 def differing(flags: Sequence[Mapping[str, object]]) -> list[str]:
     """Return the flags of which some runs have another value; one that has none is of others."""
-    names = dict.fromkeys(name for each in flags for name in each)
     found = []
-    for name in names:
+    for name in dict.fromkeys(name for each in flags for name in each):
         values = {json.dumps(each.get(name), sort_keys=True) for each in flags}
         if len(values) > 1 and name not in LEFT_OUT:
             found.append(name)

@@ -186,6 +186,8 @@ def write_onnx(
 
     batch: of images such as it takes.
     """
+    import onnxruntime
+
     _, channels, height, width = batch.shape
     shapes: dict[int, Any] = {0: Dim("batch")}
     if stride:
@@ -210,12 +212,6 @@ def write_onnx(
     for name, value in metadata.items():
         exported.model.metadata_props[name] = json.dumps(value)
     exported.save(path, external_data=False)  # in one file
-    return open_session(path)
-
-
-def open_session(path: Path) -> Predict:
-    import onnxruntime
-
     session = onnxruntime.InferenceSession(
         str(path), providers=["CPUExecutionProvider"]
     )

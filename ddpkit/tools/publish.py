@@ -13,7 +13,7 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             "publish needs one more package: python -m pip install huggingface_hub"
         )
     path = given.checkpoint
-    for name in NEEDED:
-        if not path.with_name(name).is_file():
-            raise UserError(
-                f"{path.with_name(name)}: no such file; name a checkpoint of a run"
-            )
-    names = [path.name]
-    names += NEEDED
+    for needed in map(path.with_name, NEEDED):
+        if not needed.is_file():
+            raise UserError(f"{needed}: no such file; name a checkpoint of a run")
+    names = [path.name, *NEEDED]
     for name in SHOWN:  # if they are there; worst.csv has paths of this machine
         if path.with_name(name).is_file() and name != "worst.csv":
             names.append(name)
@@ -121,7 +118,7 @@ def without_paths(value: Any) -> Any:
 def make_card(
     path: Path,
     state: State,
-    about: Any,
+    about: Mapping[str, object],
     title: str,
     license: str,
     names: Sequence[str],

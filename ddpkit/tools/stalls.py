@@ -10,12 +10,13 @@ from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 import ddpkit
 from ddpkit.data import loading, normalizing
@@ -44,8 +45,8 @@ def find(main: ModuleType, words: Sequence[str]) -> str:
             stack.enter_context(reads)
             main.main(words)
     except (RuntimeError, TypeError) as error:
-        places = list(traceback.walk_tb(error.__traceback__))
-        place = own_line(reversed(places), root)
+        places = [*traceback.walk_tb(error.__traceback__)]
+        place = own_line(places[::-1], root)
         if not place or not reads.step:
             raise  # of another kind
         return (
@@ -77,7 +78,11 @@ class Reads(TorchDispatchMode):
             self.found.setdefault(place, set()).add(self.step)
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> object:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
@@ -115,8 +120,7 @@ class Alone(nn.Module):
     def forward(self, *args: object, **options: object) -> object:
         return self.module(*args, **options)
 
-    def no_sync(self) -> nullcontext:
-        return nullcontext()
+    no_sync = nullcontext
 
 
 def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, object]]:
@@ -125,17 +129,17 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
     run.end_epoch.return_value = False
     run.is_out_of_patience.side_effect = [False, True]
 
-    def add_scalar(name: str, value: Any, *_: object) -> None:
+    def add_scalar(name: str, value: object, *_: object) -> None:
         torch.as_tensor(value).item()  # as TensorBoard's does
 
     run.writer.add_scalar.side_effect = add_scalar
 
     def make_run(
         folder: object,
-        loader: Any,
+        loader: DataLoader,
         val_loader: object,
         classes: Sequence[str],
-        **parts: Any,
+        **parts: int,
     ) -> object:
         def take_steps(*networks: object) -> Iterator[tuple[int, Passes]]:
             batches = iter(loader)
