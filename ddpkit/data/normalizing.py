@@ -15,7 +15,7 @@ from ddpkit.ranks import devices
 class Batch(tuple):
     """(images, targets, ...), also of samples that are dicts."""
 
-    def __getitem__(self, key: Any) -> object:
+    def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             raise UserError(
                 f"batch[{key!r}]: a batch is (images, targets, ...), also of samples that are "

@@ -249,7 +249,7 @@ def samplers_of(loader: object) -> list:
     return places[1:]
 
 
-def begun(loader: object, epoch: int, *key: int) -> Iterator:
+def begun(loader: Any, epoch: int, *key: int) -> Iterator:
     """Begin `epoch` of any loader, whose samplers and data set are told; return its batches.
 
     key: decides the random numbers, of their own generators, too, which would go on elsewhere;

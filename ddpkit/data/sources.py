@@ -25,9 +25,9 @@ def steps_per_epoch(loader: object, accumulate: int) -> int:
 
     Every rank has to call it: of a loader of your own it reads the first batches.
     """
-    is_ours = isinstance(loader, Loader)
-    source = loader.sampler if is_ours else OtherSource(loader, accumulate)
-    return source.steps
+    if isinstance(loader, Loader):
+        return loader.sampler.steps
+    return OtherSource(loader, accumulate).steps
 
 
 def find_source(

@@ -399,7 +399,11 @@ def rank_zero_first() -> Iterator[None]:
         with ddpkit.rank_zero_first():
             dataset = torchvision.datasets.CIFAR10("data", download=True)
     """
-    turn = bool(rank()) + bool(local_rank())
+    turn = 2
+    if is_rank_zero():
+        turn = 0
+    elif local_rank() == 0:
+        turn = 1
     number = next(_turns)
 
     def end_turns(first: int, last: int) -> None:
