@@ -61,14 +61,14 @@ def nan_on_one_rank() -> None:
 
 
 def infinite_weight() -> None:
-    save = Run.save
+    write = Run._write
 
-    def patched(self: Run, *args: object) -> None:
+    def patched(self: Run, *args: bool) -> None:
         with torch.no_grad():
             next(self.parts["model"].parameters())[0] = float("inf")
-        save(self, *args)
+        write(self, *args)
 
-    Run.save = patched
+    Run._write = patched
 
 
 def fill_the_disk() -> None:
@@ -108,7 +108,7 @@ def test_what_is_not_saved(project, data, trained, tmp_path, patch, code, text):
 def test_ranks_that_wait(project, data, tmp_path, rank, act, state, hint):
     """One block: where each group of ranks is, with its stack, and what that usually means."""
     text = (project.folder / "main.py").read_text()
-    line = text[: text.index("run.end_step(")].count("\n") + 1
+    line = text[: text.index("run.steps(ddp_model)")].count("\n") + 1
 
     def patch() -> None:
         process.project = lambda: project.folder
