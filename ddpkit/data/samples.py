@@ -159,11 +159,7 @@ class Seeded(Dataset):
     def __init__(
         self, dataset: MapDataset, classes: int | Sequence[str] | None, seed: int
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise UserError(
-                f"{type(dataset).__name__} has no samples by number: give it to a "
-                "DataLoader of your own in place of ddpkit.train_loader (EDITS.md)"
-            )
+        count(dataset)
         self.dataset = dataset
         self.seed = seed
         self.is_any = classes is None
@@ -336,6 +332,16 @@ class Seeded(Dataset):
             at = 2 * worker.id  # a slice would take ten times as long
             self.reading[at] = os.getpid()
             self.reading[at + 1] = sample
+
+
+def count(dataset: MapDataset) -> int:
+    """Return how many samples there are; raise a UserError if they have no numbers."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise UserError(
+            f"{type(dataset).__name__} has no samples by number: give it to a "
+            "DataLoader of your own in place of ddpkit.train_loader (EDITS.md)"
+        )
+    return len(dataset)
 
 
 def size(dataset: MapDataset) -> Any:

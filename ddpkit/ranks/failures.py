@@ -52,6 +52,13 @@ NO_NETWORK = (
     "the name of its interface to the others, such as eth0 (ip addr)"
 )
 REMEDIES = {
+    r"scalar type Byte|ByteTensor|got Byte|unsigned char": (
+        "images are uint8, as a loader of your own gives them: read them by ddpkit.train_loader or "
+        "val_loader with classes=, which normalise, or by ddpkit.eval_batches(loader, model)"
+    ),
+    "object has no attribute 'count'": (
+        "a loss that counts no labels in place of criterion: ddpkit.Criterion(loss, classes)"
+    ),
     r"Target \d+ is out of bounds": (
         "a target is no class number; if it is 255, a pixel without a label, give torch's loss "
         "ignore_index=255"
@@ -363,7 +370,8 @@ def _of_torch(error: Exception) -> UserError | str | None:
         return (
             f"{environment.own_rank()} cannot connect to all other ranks: {NO_NETWORK}"
         )
-    if isinstance(error, IndexError | AssertionError | RuntimeError | ValueError):
+    kinds = IndexError | AssertionError | AttributeError | RuntimeError | ValueError
+    if isinstance(error, kinds):
         for pattern, line in REMEDIES.items():
             if re.search(pattern, text):
                 return UserError(line)

@@ -253,18 +253,15 @@ def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         )
 
 
-def has_gradients(weights: Iterable[Tensor]) -> bool:
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a weight has a gradient that is not 0; reads the device."""
-    grads = [weight.grad for weight in weights]
+    grads = [weight.grad for weight in weights_of(optimizer)]
     return any(grad is not None and grad.any() for grad in grads)
 
 
-def check_cleared(optimizer: torch.optim.Optimizer, of: set[Tensor]) -> None:
-    """Raise a UserError if weights still have the gradients of the step before, at a backward().
-
-    of: the weights that are looked at.
-    """
-    if has_gradients(of.intersection(weights_of(optimizer))):
+def check_cleared(grads: Iterable[Tensor]) -> None:
+    """Raise a UserError if gradients of the step before are not 0 at a backward()."""
+    if any(grad.any() for grad in grads):
         raise UserError(
             "the gradients of the step before are still there at backward(): call "
             "optimizer.zero_grad() after each optimizer step"

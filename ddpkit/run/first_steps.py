@@ -82,7 +82,10 @@ class FirstSteps:
         if not loss.requires_grad:
             return
         if self.ended:
-            loss.register_hook(self._check_cleared)
+            # What is nearer to the loss has this step's gradients by then.
+            grads = [weight.grad for weight in replicas.weights_of(self.optimizer)]
+            before = [(each, each._version) for each in grads if each is not None]
+            loss.register_hook(lambda _: self._check_cleared(before))
             return
         targets = named["targets"] if "targets" in named else inputs[1]
         is_number = isinstance(targets, Tensor) and not targets.is_floating_point()
@@ -98,15 +101,16 @@ class FirstSteps:
 
         loss.register_hook(note_slope)
 
-    def _check_cleared(self, _: Tensor) -> None:
+    def _check_cleared(self, before: list[tuple[Tensor, int]]) -> None:
+        """Look at the gradients that there were when the loss was worked out."""
         if self.is_cleared:  # of several batches, before the first
             return
         self.is_cleared = True
-        # Others, nearer to the loss, may have this step's already.
-        network = self.parts.get("trained", self.parts["model"])
-        replicas.check_cleared(self.optimizer, set(network.parameters()))
+        now = {id(each.grad) for each in replicas.weights_of(self.optimizer)}
+        old = [each for each, version in before if each._version == version]
+        replicas.check_cleared([each for each in old if id(each) in now])
         for name in sorted(self.others.keys() & self.stepped):
-            if replicas.has_gradients(replicas.weights_of(self.others[name])):
+            if replicas.has_gradients(self.others[name]):
                 distributed.print0(
                     f"{name}: the gradients of the step before are still there at backward(); "
                     "right only if its zero_grad() comes before its own backward()"

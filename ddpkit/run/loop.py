@@ -459,6 +459,11 @@ class Run(Checkpoints):
         return Steps(self.source.steps, lambda: self._begin_steps(networks))
 
     def _begin_steps(self, networks: tuple[nn.Module, ...]) -> Iterator:
+        if self.epoch >= self.last_epoch:
+            raise UserError(
+                f"all {self.last_epoch} epochs are done: the loop over them is "
+                "for epoch in range(run.epoch, args.epochs)"
+            )
         self._keep_changes()
         self.variables.begin_epoch(self, self.epoch, self.parts)
         self.changes.before_steps()

@@ -196,6 +196,8 @@ class Checkpoints:
         self.turns = Turns()
         self.variables = LoopVariables(self.name)
         self.later: dict[str, State] = {}  # saved states of parts that are made later
+        # of networks, this rank's own: DistributedDataParallel gives all those of rank 0
+        self.buffers: dict[str, State] = {}
         if not isinstance(folder, RunFolder):
             folder = RunFolder(folder, resume, read_own)
             folder.find_checkpoint()
@@ -313,6 +315,9 @@ class Checkpoints:
         """Yield what is left of the batches of an epoch, which has `length`, if that is known."""
         for network in networks:
             replicas.prepare_network(network)
+        for name, buffers in self.buffers.items():
+            states.load_buffers(self.parts[name], buffers)
+        self.buffers.clear()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._in_loop())
             if not self.is_in_epochs:
@@ -513,9 +518,10 @@ class Checkpoints:
         self.share = distributed.rank() * self.draws_by_rank
         found = dict(saved)
         for name, each in state.get("of_ranks", {}).items():
+            is_network = isinstance(self.parts.get(name), nn.Module)
             if len(each) == distributed.world_size():
-                found[name] = {**found[name], **each[distributed.rank()]}
-            elif not isinstance(self.parts.get(name), nn.Module):
+                (self.buffers if is_network else found)[name] = each[distributed.rank()]
+            elif not is_network:
                 raise UserError(
                     f"{state['path']}: {name} had a state of its own on each of {len(each)} ranks: "
                     f"resume on as many; {TO_UNDO}"

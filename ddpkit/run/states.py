@@ -100,6 +100,11 @@ def load_module(module: nn.Module, saved: State) -> None:
     module.load_state_dict(saved)
 
 
+def load_buffers(module: nn.Module, saved: State) -> None:
+    """Load what a network has besides weights."""
+    load_module(module, {**uncompiled_names(module.state_dict()), **saved})
+
+
 def checksums(values: Mapping[Any, Any]) -> dict[Any, int]:
     """Return for each of the `values`, such as states, a number; it reads the device once."""
     sums: list[Tensor] = []

@@ -1,5 +1,6 @@
 """Tests that test_gpu.py runs, on a machine with three made-up GPUs."""
 
+import copy
 import itertools
 import math
 import os
@@ -40,13 +41,12 @@ def train_here(flags: list[object]) -> None:
     ddpkit.run_main(main.main)
 
 
-class Again(list):
-    """The batches of `loader`, so many times."""
-
-    def __init__(self, loader: Any, times: int) -> None:
-        super().__init__(list(loader) * times)
-        self.dataset = loader.dataset
-        self.batch_sampler = loader.batch_sampler
+def repeated(loader: Any, times: int) -> Any:
+    """A loader that has the batches of `loader` so many times."""
+    batches = list(loader.raw()) * times
+    found = copy.copy(loader)
+    found.raw = lambda *_: iter(batches)
+    return found
 
 
 @on_ranks(2)
@@ -105,7 +105,7 @@ def test_no_step_and_no_batch_waits_for_the_gpu(project, few, tmp_path):
         result = own_evaluate(model, loader, *more)
         if not isinstance(loader, First):
             for times in 1, 11:
-                again = Again(loader, times)
+                again = repeated(loader, times)
                 before = counts()
                 own_evaluate(model, again, *more)
                 evaluations.append(counts() - before)
