@@ -39,7 +39,7 @@ class TrainSampler(Sampler[Key]):
         sample_weights: Sequence[float] | Tensor | None = None,
     ) -> None:
         ranks = distributed.world_size()
-        self.total = samples.count(dataset)
+        self.total = samples.count_samples(dataset)
         self.accumulate = accumulate
         self.global_batch = batch_size * ranks * accumulate
         # of the optimizer, in a whole epoch
@@ -114,7 +114,7 @@ class ValSampler(Sampler[list[Key]]):
     """
 
     def __init__(self, dataset: MapDataset, batch_size: int) -> None:
-        self.total = samples.count(dataset)
+        self.total = samples.count_samples(dataset)
         self.batch_size = batch_size
 
     def _starts(self) -> range:

@@ -159,7 +159,7 @@ class Seeded(Dataset):
     def __init__(
         self, dataset: MapDataset, classes: int | Sequence[str] | None, seed: int
     ) -> None:
-        count(dataset)
+        count_samples(dataset)
         self.dataset = dataset
         self.seed = seed
         self.is_any = classes is None
@@ -334,7 +334,7 @@ class Seeded(Dataset):
             self.reading[at + 1] = sample
 
 
-def count(dataset: MapDataset) -> int:
+def count_samples(dataset: MapDataset) -> int:
     """Return how many samples there are; raise a UserError if they have no numbers."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise UserError(
@@ -387,7 +387,7 @@ def _inner(dataset: MapDataset, index: int) -> list[tuple]:
     if not total or None in sizes:
         return []
     index %= total
-    indices = getattr(dataset, "indices", None)
+    indices: Any = getattr(dataset, "indices", None)
     if len(parts) == 1 and hasattr(indices, "__len__") and len(indices) == total:
         return [(parts[0], int(indices[index]))]  # as Subset
     if sum(sizes) != total:  # as StackDataset, whose sample has parts of all
@@ -513,7 +513,7 @@ def _checksum_within(dataset: object) -> int:
     inner: list = [(size(each), _list_checksum(each)) for each in wrapped(dataset)]
     if not inner:
         return 0
-    indices = getattr(dataset, "indices", None)
+    indices: Any = getattr(dataset, "indices", None)
     if hasattr(indices, "__len__"):
         inner.append(zlib.crc32(repr([int(index) for index in indices]).encode()))
     return zlib.crc32(repr(inner).encode())

@@ -318,7 +318,9 @@ class Reporter:
             for name, value in only_numbers(row).items():
                 self.board.add_scalar(name, value, row["epoch"])
         self.board.flush()
-        for row in new if self.log else ():
+        if not self.log:
+            return
+        for row in new:
             numbers = only_numbers(row)
             self.beside("the tracker did not take a row", self.log, numbers)
 

@@ -118,7 +118,7 @@ class StepLog:
 
     def _open_board(self, folder: Path) -> "SummaryWriter":
         began = time.monotonic()
-        writer = open_writer(folder)
+        writer: Any = open_writer(folder)
         if self.drops_later:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
