@@ -420,7 +420,7 @@ def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
     project = process.project().name
 
     def start_run(known: str | None) -> tuple[str, Log]:
-        tool: Any = importlib.import_module(name)  # which may fail as its server may
+        tool = importlib.import_module(name)  # which may fail as its server may
         if name == "mlflow":
             tool.set_experiment(project)
             run = tool.start_run(known, run_name=folder.name)
