@@ -318,9 +318,10 @@ class Reporter:
             for name, value in only_numbers(row).items():
                 self.board.add_scalar(name, value, row["epoch"])
         self.board.flush()
-        for row in new if self.log else ():
-            numbers = only_numbers(row)
-            self.beside("the tracker did not take a row", self.log, numbers)
+        for row in new:
+            if self.log:
+                numbers = only_numbers(row)
+                self.beside("the tracker did not take a row", self.log, numbers)
 
     def write_rows(self) -> None:
         # of all rows, in their order: a later one may have more
