@@ -95,8 +95,7 @@ def draw_pattern(name: str, rng: random.Random) -> Image.Image:
     share = pattern(name, u, v).reshape(SIDE, 2, SIDE, 2).mean((1, 3)) / 2 + 0.5
 
     # the second is the lighter one
-    first = draw_colour(rng)
-    second = draw_colour(rng)
+    first = second = np.zeros(3)
     while second.mean() < first.mean() + 35:
         first = draw_colour(rng)
         second = draw_colour(rng)

@@ -182,7 +182,7 @@ def draw_errors(
 
     An object is what has a class with a colour; black ones are its ground.
     """
-    is_object: np.ndarray = colors_of(classes, 256).any(-1)
+    is_object: np.ndarray = np.any(colors_of(classes, 256), axis=-1)
     is_label = (truth >= 0) & (truth < len(classes))
     was = is_object[truth] & is_label
     said = is_object[guess] & is_label
@@ -309,15 +309,8 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
                     text = f"{value:.1f}%\n{counts[row, column]:,.0f}"
                     size = min(12, cell / 5.5)
                 color = "white" if value > 50 else "black"
-                axes.text(
-                    column,
-                    row,
-                    text,
-                    color=color,
-                    fontsize=size,
-                    ha="center",
-                    va="center",
-                )
+                drawn_text = axes.text(column, row, text, color=color, fontsize=size)
+                drawn_text.set(ha="center", va="center")
 
 
 def draw_images(

@@ -318,11 +318,10 @@ class Reporter:
             for name, value in only_numbers(row).items():
                 self.board.add_scalar(name, value, row["epoch"])
         self.board.flush()
-        if not self.log:
-            return
         for row in new:
-            numbers = only_numbers(row)
-            self.beside("the tracker did not take a row", self.log, numbers)
+            if self.log:
+                numbers = only_numbers(row)
+                self.beside("the tracker did not take a row", self.log, numbers)
 
     def write_rows(self) -> None:
         # of all rows, in their order: a later one may have more
@@ -422,7 +421,7 @@ def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
     project = process.project().name
 
     def start_run(known: str | None) -> tuple[str, Log]:
-        tool: Any = importlib.import_module(name)  # which may fail as its server may
+        tool = importlib.import_module(name)  # which may fail as its server may
         if name == "mlflow":
             tool.set_experiment(project)
             run = tool.start_run(known, run_name=folder.name)

@@ -126,7 +126,7 @@ class StepLog:
             # some readers take the first in a folder for the beginning of the run
             for _ in range(2):
                 event = Event(step=self.first_step + 1, session_log=mark)
-                writer.file_writer.add_event(event)
+                vars(writer)["file_writer"].add_event(event)  # typed as None
         self.since += time.monotonic() - began
         return writer
 

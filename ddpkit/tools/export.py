@@ -189,7 +189,7 @@ def write_onnx(
     import onnxruntime
 
     _, channels, height, width = batch.shape
-    shapes: dict[int, Any] = {0: Dim("batch")}
+    shapes: dict[int, object] = {0: Dim("batch")}
     if stride:
         # two sizes, or the exporter would take them for the same one
         height = 4 * stride

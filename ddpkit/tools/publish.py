@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"published: {url}")
 
 
-def without_paths(value: Any) -> Any:
+def without_paths(value: object) -> Any:
     """Return `value` with the last names of paths: "1.0 in /data/me/set" is "1.0 in set"."""
 
     def last_name(found: re.Match) -> str:

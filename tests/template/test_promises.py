@@ -32,7 +32,7 @@ FLAGS = {
     "docker": "--gpus --ipc --pids-limit --shm-size",
     "TensorBoard": "--logdir",
     "mpirun": "--bind-to",
-    "TensorRT": "--fp16 --onnx --saveEngine",
+    "TensorRT": "--fp16 --int8 --onnx --saveEngine",
     "uv": "--no-annotate --no-header --python-version --universal",
     "cookiecutter": "--no-input",
     "pip": "--index-url",
@@ -41,6 +41,7 @@ FLAGS = {
 FILES = {
     "images for an example": "0000.jpg 1.jpg 2.jpg 3.jpg a.jpg image.jpg",
     "a file that a diff of EDITS.md makes": "adversary.py",
+    "what onnxruntime writes": "model_int8.onnx prepared.onnx",
     "timm": "train.py",
     "codes of errors": "folder.lock",
     "names of other programs' data": "valid.csv 1_mask.png _mask.png",
