@@ -132,7 +132,7 @@ def find_fault() -> Exception | None:
         note = worker.note[:].rstrip(b"\0").decode(errors="replace")
         if not note:
             return RuntimeError(f"DataLoader worker (pid {worker.pid}) has ended")
-        code, line = note.split(" ", 1)
+        code, _, line = note.partition(" ")
         return UserError(line, code)
     return None
 
