@@ -36,9 +36,7 @@ def uncompiled(network: nn.Module) -> nn.Module:
 def bare(part: Any) -> Any:
     """Return what is in DistributedDataParallel, or a wrapper of Fabric or accelerate, if it is."""
     for kind in type(part).__mro__:
-        if kind.__name__ in WRAPPERS:
-            part = getattr(part, WRAPPERS[kind.__name__])
-            break
+        part = getattr(part, WRAPPERS.get(kind.__name__, ""), part)
     network = uncompiled(part)
     return network.module if isinstance(network, DistributedDataParallel) else network
 

@@ -43,7 +43,12 @@ MOST_ADDED_UP = 1000
 NUMBERS = "numbers"  # the part that `numbers` makes
 FOREVER = "forever"  # those of `forever`, with a number
 # Classes of which no rank has the whole
-SHARDED = {"DTensor", "FullyShardedDataParallel", "ZeroRedundancyOptimizer"}
+SHARDED = {
+    "DTensor",
+    "DeepSpeedEngine",
+    "FullyShardedDataParallel",
+    "ZeroRedundancyOptimizer",
+}
 
 
 class Turns:
@@ -322,8 +327,9 @@ class Checkpoints:
             stack.enter_context(self._in_loop())
             if not self.is_in_epochs:
                 stack.enter_context(on_signals(self._position))
-            for batch in begin():
-                self._keep_before_last(length)
+            rest = begin()
+            self._keep_before_last(length)
+            for batch in rest:
                 samples.seed(self.seed, self.epoch, self.done, self.share)
                 self.streams.clear()
                 self.turns.count += 1
@@ -333,6 +339,8 @@ class Checkpoints:
                 self.is_in_step = False
                 self._count(before)
                 self._end_turn(is_last=self.done == length)
+                # before the next batch is read, after which a loader that is a part is further
+                self._keep_before_last(length)
             if not self.is_in_epochs:
                 self._end_loop()
             elif length is None:
@@ -358,9 +366,10 @@ class Checkpoints:
 
     def _keep_before_last(self, length: int | None) -> None:
         """Save before an epoch's last optimizer step: what follows it may take long."""
-        is_last = length is not None and self.done + self.turns.period >= length
+        after = self.done + self.turns.period
+        is_last = length is not None and 0 < self.done < length <= after
         if self.goes_on_after_last and self.is_in_epochs and is_last:
-            if self.is_kept or not self.done or self._is_between():
+            if self.is_kept or self._is_between():
                 return
             self.is_kept = True
             if self.folder.saved_step != self.step:
@@ -594,10 +603,8 @@ def check_parts(door: str, parts: dict[str, object]) -> None:
             part.persistent(True)
         kinds = {kind.__name__ for kind in type(part).__mro__}
         if isinstance(part, nn.Module):
-            for each in part.modules():
+            for each in (*part.modules(), *part.parameters()):
                 kinds.add(type(each).__name__)
-            for weight in part.parameters():
-                kinds.add(type(weight).__name__)
         sharded = sorted(kinds & SHARDED)
         if sharded:
             raise UserError(

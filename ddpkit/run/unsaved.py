@@ -67,11 +67,15 @@ def numbers_around(run: object, saved: list[object]) -> dict[str, object]:
     found: dict[str, object] = {}
     frame: types.FrameType | None = sys._getframe(1)
     while frame:
-        variables = dict(frame.f_locals)
-        if any(value is run for value in variables.values()):
-            found = variables
+        if any(value is run for value in frame.f_locals.values()):
+            # and those that it may declare global
+            found = {**frame.f_globals, **frame.f_locals}
         frame = frame.f_back
-    numbers = {name: value for name, value in found.items() if is_number(value)}
+    numbers = {
+        name: value
+        for name, value in found.items()
+        if is_number(value) and name[:2] != "__"  # as __warningregistry__
+    }
     for name, value in found.items():
         if is_own(value) and all(value is not part for part in saved):
             for key, each in vars(value).items():

@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -196,7 +197,12 @@ class Sharded(torch.optim.SGD):
     """With the name that torch's has."""
 
 
+class Split(torch.nn.Sequential):
+    """Also."""
+
+
 Sharded.__name__ = "ZeroRedundancyOptimizer"
+Split.__name__ = "FullyShardedDataParallel"
 
 
 def test_states_that_no_rank_has_whole(tmp_path: Path) -> None:
@@ -205,6 +211,12 @@ def test_states_that_no_rank_has_whole(tmp_path: Path) -> None:
     with refusal("resuming.check_parts", "optimizer", "torch.distributed.checkpoint"):
         optimizer = Sharded(net.parameters(), 0.1)
         ddpkit.Checkpoints(tmp_path / "run", net=net, optimizer=optimizer)
+    wrapper = torch.nn.Module()  # as Fabric's
+    wrapper._original_module = net
+    wrapper._forward_module = Split(net)
+    wrapper.__class__ = type("_FabricModule", (torch.nn.Module,), {})
+    with refusal("resuming.check_parts", "net", "FullyShardedDataParallel"):
+        ddpkit.Checkpoints(tmp_path / "run", net=wrapper)
     assert not (tmp_path / "run").exists()
 
 
@@ -216,6 +228,50 @@ def test_a_sharded_network(tmp_path: Path) -> None:
     net = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
     with refusal("resuming.check_parts", "net", "DTensor"):
         ddpkit.Checkpoints(tmp_path / "run", net=net)
+
+
+class Placed:
+    """A loader that knows how far it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 5:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, saved: dict[str, int]) -> None:
+        self.at = saved["at"]
+
+
+def test_a_loader_that_is_a_part(tmp_path: Path) -> None:
+    """What is saved before the last step has that step's batch yet to come."""
+    loader = Placed()
+    checkpoints = ddpkit.Checkpoints(tmp_path / "run", loader=loader)
+    for _ in checkpoints.epochs(1):
+        for number in checkpoints.steps(loader):
+            if number == 5:
+                state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    assert (state["done"], state["parts"]["loader"]) == (4, {"at": 4})
+
+
+best_accuracy = 0
+
+
+def test_a_global_number(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Of a function that declares it so, as torch's example of ImageNet does."""
+    global best_accuracy
+    checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=torch.nn.Linear(2, 2))
+    for epoch in checkpoints.epochs(2):
+        best_accuracy = epoch + 50
+    assert "warning: best_accuracy changed" in capsys.readouterr().out
 
 
 def test_a_loop_has_a_length(tmp_path: Path) -> None:
