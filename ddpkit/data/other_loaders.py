@@ -56,7 +56,7 @@ class Reading:
         batches: those of `train_loader` go on at once, a range or a list is cut, any other loader
             reads those of before again.
         number: of the loader, if there are several, such that each draws numbers of its own.
-        is_resumed: it has a state of its own, which it has been given back: it goes on by itself.
+        is_resumed: it may have been given back a state of its own: it goes on by itself.
         """
         if isinstance(batches, loading.Loader) and batches.is_train:
             steps, passes = divmod(done, batches.sampler.accumulate)
@@ -65,7 +65,10 @@ class Reading:
         if isinstance(batches, Sequence):
             return iter(batches[done:])
         if is_resumed:
-            return begun(batches, epoch)
+            found = begun(batches, epoch)
+            if done:
+                return found
+            # What it was given was the end of the epoch before, which it is through with now.
         key = [self.seed, epoch, self._share(batches)]
         if number:
             key.append(number)

@@ -572,8 +572,8 @@ class Checkpoints:
             reason = f"{self.ranks_then} ranks then"
         if self.done and reason:
             self._start_over(reason)
-        # A loader that is a part has been given its place.
-        is_resumed = self.done > 0 and any(
+        # A loader that is a part may have been given its place.
+        is_resumed = self.step == self.first_step and any(
             part is batches for part in self.parts.values()
         )
         return self.reading.rest(batches, self.epoch, self.done, is_resumed=is_resumed)

@@ -578,6 +578,22 @@ class Placed:
             yield self.at
 
 
+class Late:
+    """A loader that takes its state when it is iterated, as torchdata's does."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.pending: dict[str, torch.Tensor] = {}
+
+    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+        self.pending = saved
+
+    def __iter__(self) -> Iterator[int]:
+        if self.pending:
+            self.generator.set_state(self.pending.pop("generator"))
+        return iter(torch.randperm(9, generator=self.generator).tolist())
+
+
 @on_ranks(2)
 def test_the_rest_of_an_epoch() -> None:
     """Of any loader: after some batches it goes on with those that would have followed."""
@@ -607,6 +623,11 @@ def test_the_rest_of_an_epoch() -> None:
     resumed.load_state_dict(placed.state_dict())
     after = list(reading.rest(resumed, 0, 3, is_resumed=True))
     assert before + after == [100 * distributed.rank() + n for n in range(1, 9)]
+    # At the end of an epoch that state is used up, before the next epoch is given its numbers.
+    late, other = Late(), Late()
+    late.load_state_dict({"generator": torch.Generator().get_state()})
+    found = list(reading.rest(late, 1, 0, is_resumed=True))
+    assert found == list(reading.rest(other, 1, 0))
 
 
 def test_a_sample_of_two_images() -> None:
