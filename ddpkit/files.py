@@ -108,7 +108,7 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def save_text(path: Path, text: str) -> None:
     with writing(path, parents=True) as tmp_path:
         tmp_path.write_text(text, "utf-8")
 

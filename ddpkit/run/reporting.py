@@ -355,7 +355,7 @@ class Reporter:
     def write_json(self, name: str, value: object) -> None:
         path = self.folder / name
         text = json.dumps(value, indent=2, default=str)
-        self.beside(f"{path} is not written", files.write_text, path, f"{text}\n")
+        self.beside(f"{path} is not written", files.save_text, path, f"{text}\n")
 
     def write_images(self, mistakes: Mistakes) -> None:
         """Write examples.png, validation images with predictions, and the files of `mistakes`.

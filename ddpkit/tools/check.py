@@ -336,7 +336,7 @@ def write_lists(
         for path, rows in tables.items():
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows(rows)
-            files.write_text(path, text.getvalue())
+            files.save_text(path, text.getvalue())
             distributed.print0(f"{path}: {len(rows) - 1} images, which training reads")
     except UserError as error:
         survey.errors.append(f"{error.line}; --skip-broken needs that")

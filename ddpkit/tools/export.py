@@ -144,7 +144,7 @@ def pick_batches(
 ) -> list[Tensor]:
     """Return batches of 3 images, of 1, and if sizes are free of one that is twice as wide."""
     try:
-        images = read_images(args, format)
+        images = images_of(args, format)
     except UserError as error:
         # the network can be written without its data
         print(f"comparing on random images; --data DIR names others ({error})")
@@ -164,7 +164,7 @@ def pick_batches(
     return batches
 
 
-def read_images(args: Namespace, format: Format) -> list[Tensor]:
+def images_of(args: Namespace, format: Format) -> list[Tensor]:
     """Return 3 validation images, not normalised."""
     _, val_set, classes = process.own("dataset").build_datasets(args)
     count = format.channels

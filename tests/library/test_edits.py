@@ -253,12 +253,12 @@ LOSS = "            loss = criterion(logits, targets) * world_size / count\n"
 ZERO = "        optimizer.zero_grad()\n"
 JUDGE = "                model, val_loader, criterion, metrics, args\n            )\n            lr"
 SAMPLER = "        accumulate=args.accumulate,\n        seed=args.seed,\n"
-WRAPPED = "        ddp_model = wrap(trained)\n        # W"
+WRAPPED = "        ddp_model = wrap(trained)\n        # A"
 FREEZE = "        model.fc.requires_grad_(False)\n        ddp_model = wrap(trained)\n"
 FREEZE += "        model.fc.requires_grad_()\n"
-FREEZE += "        # W"
+FREEZE += "        # A"
 FROZEN = "        ddp_model = wrap(trained)\n"
-FROZEN += "        model.fc.requires_grad_(False)\n        # W"
+FROZEN += "        model.fc.requires_grad_(False)\n        # A"
 MISUSES = {  # more of a step: test_own_steps.py
     "a sum": (
         [(LOSS, LOSS.replace(" * world_size / count", ""))],
