@@ -176,7 +176,6 @@ class Run(Checkpoints):
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
         self.chosen = Best(best, val_images, folder, state)
         self.history: list[Row] = list(state.get("history", ()))
-        self.trainable_then = state.get("trainable", 0)
         super().__init__(
             folder,
             save_every=save_every,
@@ -186,7 +185,6 @@ class Run(Checkpoints):
         self.chosen.begin(state, self.epoch)
         # In a step each rank draws numbers of its own, as for dropout.
         self.draws_by_rank = True
-        self.share = distributed.rank()
         self.share_outside = 0
         self.about = self._about()
         self.networks: tuple[nn.Module, ...] = ()  # in DistributedDataParallel
@@ -206,7 +204,7 @@ class Run(Checkpoints):
         self.changes = LateChanges(
             self.parts,
             self.trained,
-            trainable_then=self.trainable_then,
+            trainable_then=state.get("trainable", 0),
             is_within_epoch=self.seen > 0,
         )
         recorded = distributed.from_rank_zero(recorded_epochs, folder.path)

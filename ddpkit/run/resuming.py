@@ -188,8 +188,8 @@ class Checkpoints:
         self.reading = Reading(seed)
         # whether the ranks have seeded torch each with a number of its own
         self.draws_by_rank = self.reading.is_seeded_by_rank
-        # of the key of the random numbers, in a step and outside of it
-        self.share = self.share_outside = distributed.rank() * self.draws_by_rank
+        # of the key of the random numbers outside of steps
+        self.share_outside = distributed.rank() * self.draws_by_rank
         self.streams: dict[int, random.Random] = {}
         self.first_step = 0  # of this process
         self.is_looked_at = False  # what may have been forgotten
@@ -330,7 +330,8 @@ class Checkpoints:
             rest = begin()
             self._keep_before_last(length)
             for batch in rest:
-                samples.seed(self.seed, self.epoch, self.done, self.share)
+                share = distributed.rank() * self.draws_by_rank
+                samples.seed(self.seed, self.epoch, self.done, share)
                 self.streams.clear()
                 self.turns.count += 1
                 self.is_in_step = True
@@ -524,7 +525,6 @@ class Checkpoints:
         """
         # of version 2, whose steps drew by rank whatever the seeds
         self.draws_by_rank = state.get("draws_by_rank", True)
-        self.share = distributed.rank() * self.draws_by_rank
         found = dict(saved)
         for name, each in state.get("of_ranks", {}).items():
             is_network = isinstance(self.parts.get(name), nn.Module)
