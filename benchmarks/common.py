@@ -153,7 +153,7 @@ def image_decoders() -> Any:
 def on_device(batches: Iterable[Any], device: Any) -> Iterator[tuple]:
     """Yield `batches` on `device`, normalised, as the project's loop gets them."""
     from ddpkit.data import normalizing
-    from ddpkit.data.images import DEFAULT_FORMAT
+    from ddpkit.vision.images import DEFAULT_FORMAT
 
     for batch in batches:
         yield normalizing.move(batch, device, DEFAULT_FORMAT)

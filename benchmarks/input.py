@@ -193,7 +193,7 @@ def ours(
 ) -> DataLoader:
     """The project's own loader, of `data`; pinned where there is a GPU."""
     import ddpkit
-    from ddpkit.data import images
+    from ddpkit.vision import images
 
     if not has_simplejpeg:
         images.simplejpeg = None

@@ -26,12 +26,13 @@ from ddpkit.errors import print_error, print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.run.flags import Parser
 
-ON_CPU = (
-    "check",
-    "convert",
-    "export",
-    "publish",
-)  # they leave GPUs to those who need one
+# By name, the module; they leave GPUs to those who need one.
+ON_CPU = {
+    "check": "vision.tools.check",
+    "convert": "convert.command",
+    "export": "vision.tools.export",
+    "publish": "vision.tools.publish",
+}
 
 
 def where() -> None:
@@ -89,7 +90,7 @@ def copy() -> None:
 
 
 def compare() -> None:
-    importlib.import_module("ddpkit.tools.compare").main()
+    importlib.import_module("ddpkit.vision.tools.compare").main()
 
 
 COMMANDS = {"compare": compare, "where": where, "copy": copy}
@@ -102,7 +103,7 @@ def main() -> None:
     elif name in COMMANDS:
         COMMANDS[name]()
     elif name in ON_CPU:
-        importlib.import_module(f"ddpkit.tools.{name}").main()
+        importlib.import_module(f"ddpkit.{ON_CPU[name]}").main()
     else:
         names = ", ".join((*ON_CPU, *COMMANDS, "launch"))
         raise ddpkit.UserError(f"python -m ddpkit {name}: use one of {names}")

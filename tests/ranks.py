@@ -43,7 +43,8 @@ import torch.utils.tensorboard
 import torchmetrics  # noqa: F401
 
 from ddpkit.ranks import distributed
-from ddpkit.run import pictures, reporting, resuming
+from ddpkit.run import resuming
+from ddpkit.vision import pictures, reporting
 
 Patch = Callable[[], object]
 OWNED = ["main", "flags", "recipe", "ddp"]

@@ -14,8 +14,8 @@ from ddpkit.convert.mask_files import (
     same_size,
 )
 from ddpkit.convert.tree import ENDINGS, Tree, folder_of, key_of, stem_of
-from ddpkit.data import images, masks
 from ddpkit.errors import UserError, reason_of, shorten
+from ddpkit.vision import images, masks
 
 ARRAYS = {".npy", ".mat"}
 JPEGS = {".jpg", ".jpeg"}

@@ -19,8 +19,8 @@ from ddpkit.convert.labels import (
 )
 from ddpkit.convert.shapes import Area, Drawing, Shape
 from ddpkit.convert.tree import ENDINGS, Tree, key_of, stem_of
-from ddpkit.data import images, masks
 from ddpkit.errors import UserError
+from ddpkit.vision import images, masks
 
 Pair = tuple[Path, Path, str]  # image, mask, part
 

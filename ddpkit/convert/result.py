@@ -25,10 +25,9 @@ from ddpkit.convert.labels import (
     unused_classes,
 )
 from ddpkit.convert.shapes import Drawing
-from ddpkit.data import folders, images, masks
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks.cpus import cpus
-from ddpkit.run import pictures
+from ddpkit.vision import folders, images, masks, pictures
 
 # Colours for void, of which the first is taken that no class has
 OF_VOID = [(255, 255, 255), (224, 224, 192), (128, 128, 128)]

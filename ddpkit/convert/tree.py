@@ -11,8 +11,8 @@ from typing import Any
 
 from ddpkit import files
 from ddpkit.convert.labels import LabelledSet, part_of
-from ddpkit.data import folders
 from ddpkit.errors import UserError, reason_of
+from ddpkit.vision import folders
 
 ENDINGS = folders.EXTENSIONS | {".npy"}  # of images
 # Folders that say nothing about which image is meant. In small letters.

@@ -26,7 +26,7 @@ from ddpkit.run.flags import OF_A_START, task_of
 from ddpkit.run.states import MISFITS, PLAIN, State
 
 if TYPE_CHECKING:
-    from ddpkit.data.masks import Classes
+    from ddpkit.vision.masks import Classes
 
 ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 
@@ -276,7 +276,7 @@ def open_model(
 
         model, classes, args, format = ddpkit.open_model("best.pt", build_model, parse_args, device)
     """
-    from ddpkit.data.masks import Classes  # of images
+    from ddpkit.vision.masks import Classes  # of images
 
     state = read(path)
     args = parse_args([], state["args"])

@@ -6,10 +6,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ddpkit.data import masks
 from ddpkit.ranks import distributed, replicas
 from ddpkit.run import states
 from ddpkit.run.criterion import Criterion
+from ddpkit.vision import masks
 
 
 class FirstSteps:

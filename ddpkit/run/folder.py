@@ -19,11 +19,11 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, explaining, process, protocol
 from ddpkit.run import checkpoint
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign
-from ddpkit.run.layout import OWN_FILES, SAVES, remove_images
+from ddpkit.run.file_names import OWN_FILES, SAVES, remove_images
 from ddpkit.run.states import State
 
 if TYPE_CHECKING:
-    from ddpkit.run.mistakes import Worsts
+    from ddpkit.vision.mistakes import Worsts
 
 Read = Callable[[Path | str], State]
 
@@ -135,8 +135,9 @@ class RunFolder:
         TopLosses.compute() returns. loader: of the validation images. classes, predict, draw: as
         Run takes them.
         """
-        from ddpkit.run import agreement, reporting
-        from ddpkit.run.mistakes import Mistakes
+        from ddpkit.run import agreement
+        from ddpkit.vision import reporting
+        from ddpkit.vision.mistakes import Mistakes
 
         results, confusion, worst = found
         agreement.check_alike(classes, validation=loader)

@@ -18,17 +18,18 @@ from ddpkit.data.format import Format
 from ddpkit.data.other_loaders import OtherSource
 from ddpkit.errors import NoLabelsError, UserError
 from ddpkit.ranks import distributed, replicas, stopping
-from ddpkit.run import agreement, checkpoint, finite, pictures, reporting, states
+from ddpkit.run import agreement, checkpoint, finite, states
 from ddpkit.run.best import Best
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps, LateChanges
 from ddpkit.run.folder import RunFolder, load_weights
-from ddpkit.run.mistakes import Mistakes, Worsts
 from ddpkit.run.progress import Sums, progress_line
 from ddpkit.run.resuming import Checkpoints, Steps, is_later
-from ddpkit.run.rows import Row, recorded_epochs
 from ddpkit.run.states import State
+from ddpkit.vision import pictures, reporting
+from ddpkit.vision.mistakes import Mistakes, Worsts
+from ddpkit.vision.rows import Row, recorded_epochs
 
 # of a checkpoint, besides KEYS
 OTHER_KEYS = {

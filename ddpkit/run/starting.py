@@ -100,7 +100,7 @@ def run_main(main: Callable[[], object]) -> None:
     """
     from ddpkit.data import loading
     from ddpkit.ranks import distributed, failures
-    from ddpkit.run import networks
+    from ddpkit.vision import networks
 
     gc.set_threshold(*THRESHOLDS)
     with failures.one_line_errors(loading.explain_loading, networks.explain_network):

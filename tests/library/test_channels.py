@@ -13,9 +13,9 @@ from generated import refusal
 from timm.models._manipulate import adapt_input_conv
 from torch import nn
 
-from ddpkit.data import folders, images, normalizing
+from ddpkit.data import normalizing
 from ddpkit.data.format import MEAN, STD, Format
-from ddpkit.run import networks, pretrained
+from ddpkit.vision import folders, images, networks, pretrained
 
 NOISE = np.random.default_rng(0)
 # of 65535: dark, and not refused

@@ -9,8 +9,8 @@ import pytest
 from generated import Done, Project, both_tasks
 from PIL import Image
 
-from ddpkit.data import folders
-from ddpkit.tools.check import write_lists
+from ddpkit.vision import folders
+from ddpkit.vision.tools.check import write_lists
 
 RIGHT = 6  # an orientation in EXIF
 

@@ -30,8 +30,9 @@ from ddpkit import files
 from ddpkit.data.format import MEAN, STD, Format
 from ddpkit.errors import DiskError, UserError
 from ddpkit.ranks import distributed, protocol
-from ddpkit.run import checkpoint, pretrained, states
+from ddpkit.run import checkpoint, states
 from ddpkit.run.folder import KEYS, RunFolder
+from ddpkit.vision import pretrained
 
 
 def whole(**entries: object) -> dict:

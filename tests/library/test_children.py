@@ -28,7 +28,7 @@ from ddpkit.ranks import (
     watch,
     workers,
 )
-from ddpkit.run import reporting
+from ddpkit.vision import reporting
 
 context = multiprocessing.get_context("fork")
 

@@ -13,8 +13,8 @@ from PIL import Image
 from ranks import Patch, on_ranks
 
 import ddpkit
-from ddpkit.data import class_counts, folders
 from ddpkit.ranks import distributed
+from ddpkit.vision import class_counts, folders
 
 MASKS = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 

@@ -14,11 +14,11 @@ import pytest
 from generated import Project
 from PIL import Image
 
+from ddpkit.convert import command as convert
 from ddpkit.convert import formats, result, shapes
 from ddpkit.convert.tree import ENDINGS
-from ddpkit.data.masks import read_classes, read_mask
 from ddpkit.errors import UserError
-from ddpkit.tools import convert
+from ddpkit.vision.masks import read_classes, read_mask
 
 HEIGHT = 12
 WIDTH = 16

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import failures, process, replicas
-from ddpkit.run import reporting
+from ddpkit.vision import reporting
 
 LATE = """
 import time

@@ -19,7 +19,6 @@ from digest import digest
 from generated import NET, Done, after_step, rows, wait_for
 from ranks import Patch
 
-from ddpkit.data import folders
 from ddpkit.data.format import Format
 from ddpkit.data.loading import Collate
 from ddpkit.ranks import (
@@ -33,7 +32,8 @@ from ddpkit.ranks import (
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.loop import Run
-from ddpkit.run.reporting import Reporter
+from ddpkit.vision import folders
+from ddpkit.vision.reporting import Reporter
 
 
 def send(signum: int, rank: int | None = None) -> None:

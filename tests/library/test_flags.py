@@ -12,7 +12,8 @@ from generated import ROOT, TASKS, TEMPLATE_FOLDER, both_tasks, refusal
 from ranks import on_ranks
 
 from ddpkit.ranks import cpus, process, protocol
-from ddpkit.run import flags, machine, starting
+from ddpkit.run import flags, starting
+from ddpkit.run import settings as machine
 
 
 @pytest.mark.parametrize(

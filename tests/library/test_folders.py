@@ -13,9 +13,9 @@ from PIL import Image
 from ranks import on_ranks
 
 import ddpkit
-from ddpkit.data import folders, places
-from ddpkit.data.places import Place
 from ddpkit.errors import UserError
+from ddpkit.vision import folders, places
+from ddpkit.vision.places import Place
 
 KINDS = "labels", "masks"
 

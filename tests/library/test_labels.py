@@ -13,8 +13,7 @@ from ranks import on_ranks
 from torch import nn
 
 import ddpkit
-from ddpkit.data import folders
-from ddpkit.run import mistakes
+from ddpkit.vision import folders, mistakes
 
 # of classes
 OF = {"bricks": "square", "checks": "square", "dots": "round", "rings": "round"}

@@ -18,17 +18,11 @@ from torch.utils import data as sets
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.data import (
-    class_counts,
-    loading,
-    normalizing,
-    other_loaders,
-    samples,
-    sources,
-)
+from ddpkit.data import loading, normalizing, other_loaders, samples, sources
 from ddpkit.data.format import Format
 from ddpkit.ranks import distributed
 from ddpkit.run import agreement
+from ddpkit.vision import class_counts
 
 OTHER = Format(mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5))
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)

@@ -15,10 +15,10 @@ from ranks import on_ranks
 from torch.nn.functional import interpolate
 
 import ddpkit
-from ddpkit.data import class_counts, folders, masks
 from ddpkit.data.format import Format
 from ddpkit.errors import UserError
-from ddpkit.tools import check
+from ddpkit.vision import class_counts, folders, masks
+from ddpkit.vision.tools import check
 
 # by class number, for `recolor`
 COLORS = {

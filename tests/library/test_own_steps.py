@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 import ddpkit
 from ddpkit.ranks import distributed
-from ddpkit.run import mistakes
+from ddpkit.vision import mistakes
 
 VOID = 255
 

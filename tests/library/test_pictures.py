@@ -18,7 +18,7 @@ from PIL import Image
 from torch.nn.functional import cross_entropy
 
 from ddpkit.ranks import distributed
-from ddpkit.run import mistakes, pictures
+from ddpkit.vision import mistakes, pictures
 
 CPU = torch.device("cpu")
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)

@@ -13,7 +13,7 @@ from generated import Done, Project
 from huggingface_hub import ModelCard
 
 from ddpkit.run import checkpoint
-from ddpkit.tools import publish
+from ddpkit.vision.tools import publish
 
 FILES: dict[str, bytes] = {}  # that were pushed
 

@@ -25,9 +25,10 @@ from torchvision.transforms.v2 import functional as F
 
 import ddpkit
 from ddpkit import files
-from ddpkit.data import folders, images, masks, normalizing
+from ddpkit.data import normalizing
 from ddpkit.data.format import MEAN, STD, Format, read_format
 from ddpkit.errors import DiskError, UserError
+from ddpkit.vision import folders, images, masks
 
 RAMP = (np.arange(40 * 96).reshape(40, 96) * 17).astype(np.uint16)  # 0 to 65263
 COLOURS = np.stack([RAMP, RAMP // 2, RAMP // 3], axis=-1)

@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import ddpkit
-from ddpkit.run import mistakes, pictures, reporting
-from ddpkit.run.mistakes import Mistakes
-from ddpkit.run.rows import EpochLines, best_row
+from ddpkit.vision import mistakes, pictures, reporting
+from ddpkit.vision.mistakes import Mistakes
+from ddpkit.vision.rows import EpochLines, best_row
 
 
 def columns(header: str, line: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.run import loop as loops
-from ddpkit.tools import stalls
+from ddpkit.vision.tools import stalls
 
 
 def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from tqdm import tqdm
 import ddpkit
 from ddpkit import files
 from ddpkit.ranks import distributed
-from ddpkit.run import pictures, steplog
-from ddpkit.run.reporting import Reporter
-from ddpkit.run.steplog import StepLog
+from ddpkit.vision import pictures, steplog
+from ddpkit.vision.reporting import Reporter
+from ddpkit.vision.steplog import StepLog
 
 CPU = torch.device("cpu")
 

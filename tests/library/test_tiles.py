@@ -11,7 +11,7 @@ from generated import Project, refusal
 from PIL import Image
 from torch import Tensor, nn
 
-from ddpkit.run import tiles
+from ddpkit.vision import tiles
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 

@@ -106,7 +106,7 @@ def test_what_cannot_be(
 def test_dpt_on_a_vit(project: Project) -> None:
     """dpt takes one; the error of other decoders names it."""
     import model
-    from ddpkit.run import networks
+    from ddpkit.vision import networks
     from flags import parse_args
 
     def build(arch: str) -> torch.nn.Module:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import ddpkit
 from ddpkit.ranks import distributed
-from ddpkit.run import pretrained
+from ddpkit.vision import pretrained
 
 USED = {
     "classification": "IMAGENET1K_V1",

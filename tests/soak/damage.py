@@ -15,9 +15,10 @@ from setting import Setting
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
-from ddpkit.run import checkpoint, pretrained
+from ddpkit.run import checkpoint
 from ddpkit.run.folder import KEYS, RunFolder
 from ddpkit.run.states import State
+from ddpkit.vision import pretrained
 
 SECONDS = 20  # of a case
 HEADERS = b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\7\x08"  # of a zip

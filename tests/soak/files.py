@@ -15,8 +15,8 @@ from PIL import Image
 from setting import Setting
 
 import ddpkit
-from ddpkit.data import masks
 from ddpkit.errors import UserError
+from ddpkit.vision import masks
 
 LETTERS = "abcXYZ019 _-.,()[]{}'$%&=+@~äß漢字é😀"
 KINDS = "png", "PNG", "jpg", "jpeg", "JPG", "bmp", "tif", "tiff", "webp"

@@ -16,9 +16,9 @@ from torchvision.transforms.v2.functional import resize
 
 import ddpkit
 from ddpkit.data import samples
-from ddpkit.data.images import LazyImage
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
+from ddpkit.vision.images import LazyImage
 
 
 @both_tasks

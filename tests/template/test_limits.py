@@ -252,7 +252,9 @@ def test_each_name_says_how_it_is_used() -> None:
 
 def test_a_run_loads_no_tool(project: Project, few: Path, tmp_path: Path) -> None:
     def forget() -> None:  # what other tests have imported
-        for name in [name for name in sys.modules if name.startswith("ddpkit.tools")]:
+        for name in [
+            name for name in sys.modules if name.startswith("ddpkit.vision.tools")
+        ]:
             del sys.modules[name]
 
     script = tmp_path / "script.py"
@@ -262,7 +264,7 @@ def test_a_run_loads_no_tool(project: Project, few: Path, tmp_path: Path) -> Non
     done = project.train(few, tmp_path / "out", script=script, patch=forget, on=1).ok()
     names = done.out.splitlines()[-1].split()
     assert "ddpkit.run.loop" in names
-    assert not [name for name in names if name.startswith("ddpkit.tools")]
+    assert not [name for name in names if name.startswith("ddpkit.vision.tools")]
 
 
 @pytest.mark.parametrize("task", TASKS)

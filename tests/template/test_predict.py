@@ -175,7 +175,7 @@ def test_an_export_that_differs(
     project: Project, trained: Path, tmp_path: Path
 ) -> None:
     def patch() -> None:
-        from ddpkit.tools import export
+        from ddpkit.vision.tools import export
 
         def other(
             network: nn.Module,

@@ -15,7 +15,7 @@ import main
 import predict
 import recipe
 from dataset import AUGMENTATIONS, build_datasets, draw_demo
-from ddpkit.tools import stalls
+from ddpkit.vision.tools import stalls
 from flags import parse_args
 
 ROOT = Path(__file__).resolve().parent.parent

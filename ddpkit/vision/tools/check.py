@@ -31,9 +31,15 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ddpkit import files
-from ddpkit.data import folders, loading
+from ddpkit.data import loading
 from ddpkit.data.format import NAME, Format, read_format, write_format
-from ddpkit.data.masks import (
+from ddpkit.data.samples import MapDataset
+from ddpkit.errors import UserError, shorten
+from ddpkit.ranks import distributed, process
+from ddpkit.ranks.cpus import cpus
+from ddpkit.run.flags import Parser
+from ddpkit.vision import folders
+from ddpkit.vision.masks import (
     VOID,
     Labels,
     Meant,
@@ -42,12 +48,7 @@ from ddpkit.data.masks import (
     read_classes,
     unnamed,
 )
-from ddpkit.data.samples import MapDataset
-from ddpkit.errors import UserError, shorten
-from ddpkit.ranks import distributed, process
-from ddpkit.ranks.cpus import cpus
-from ddpkit.run.flags import Parser
-from ddpkit.tools.check_picture import draw_check
+from ddpkit.vision.tools.check_picture import draw_check
 
 PARTS = ("train", "val", "test")
 CHUNK = 8  # samples that a worker reads at once: what is passed on takes time, too

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from ddpkit import files
 from ddpkit.ranks import devices, distributed
-from ddpkit.run.beside import Beside
-from ddpkit.run.layout import EVENTS, STEPS
+from ddpkit.run.file_names import EVENTS, STEPS
+from ddpkit.vision.beside import Beside
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -14,14 +14,15 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 from ddpkit import files
-from ddpkit.data import folders, loading, normalizing
+from ddpkit.data import loading, normalizing
 from ddpkit.data.format import Format, read_format
-from ddpkit.data.images import LazyImage, open_image, visible
 from ddpkit.errors import UserError, print_error
 from ddpkit.ranks import children, devices, distributed
 from ddpkit.ranks.workers import worker_context
 from ddpkit.run import checkpoint
-from ddpkit.run.pictures import draw_legend, drawing, overlay, paint
+from ddpkit.vision import folders
+from ddpkit.vision.images import LazyImage, open_image, visible
+from ddpkit.vision.pictures import draw_legend, drawing, overlay, paint
 
 Read = Callable[[LazyImage], Tensor]
 

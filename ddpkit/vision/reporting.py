@@ -20,15 +20,17 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ddpkit import files
-from ddpkit.data import images, loading, samples
+from ddpkit.data import loading, samples
 from ddpkit.data.loading import TrainSampler
 from ddpkit.data.other_loaders import OtherSource
 from ddpkit.ranks import devices, distributed, failures, process
-from ddpkit.run import checkpoint, machine, pictures
-from ddpkit.run.beside import Beside
-from ddpkit.run.layout import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
-from ddpkit.run.mistakes import MEASURES, Mistakes, per_class_lines
-from ddpkit.run.rows import (
+from ddpkit.run import checkpoint
+from ddpkit.run import settings as machine
+from ddpkit.run.file_names import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
+from ddpkit.vision import images, pictures
+from ddpkit.vision.beside import Beside
+from ddpkit.vision.mistakes import MEASURES, Mistakes, per_class_lines
+from ddpkit.vision.rows import (
     EpochLines,
     Row,
     as_digits,
@@ -37,7 +39,7 @@ from ddpkit.run.rows import (
     recorded_epochs,
     recorded_rows,
 )
-from ddpkit.run.steplog import Board, StepLog, open_writer
+from ddpkit.vision.steplog import Board, StepLog, open_writer
 
 Log = Callable[[dict[str, float]], object]  # takes a row of numbers
 # takes the id of the run to continue, or None; returns its id, and what takes the rows

@@ -18,11 +18,11 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from ddpkit.data import images
 from ddpkit.data.format import DEFAULT_FORMAT, Format
-from ddpkit.data.images import LazyImage
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
+from ddpkit.vision import images
+from ddpkit.vision.images import LazyImage
 
 VOID = 255  # the class number of pixels without a label
 MOST_VOID = 0.7  # of a mask's pixels; more is said

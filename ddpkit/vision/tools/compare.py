@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpkit.errors import UserError, escape, print_line, reason_of
-from ddpkit.run import rows
 from ddpkit.run.flags import OF_A_START, Parser
-from ddpkit.run.rows import Row
+from ddpkit.vision import rows
+from ddpkit.vision.rows import Row
 
 # flags that do not matter, and what data and network say
 LEFT_OUT = (*OF_A_START, "output_dir", "several_labels", "crop")

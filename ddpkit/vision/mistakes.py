@@ -13,13 +13,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import IterableDataset
 
 from ddpkit import files
-from ddpkit.data import images, normalizing, samples
+from ddpkit.data import normalizing, samples
 from ddpkit.data.samples import Key, MapDataset, Seeded
 from ddpkit.ranks import distributed, replicas, stopping
-from ddpkit.run import pictures
 from ddpkit.run.outputs import Outputs, to_logits
-from ddpkit.run.pictures import DrawExample, Example
-from ddpkit.run.rows import as_digits, clip, clip_middle, table_lines
+from ddpkit.vision import images, pictures
+from ddpkit.vision.pictures import DrawExample, Example
+from ddpkit.vision.rows import as_digits, clip, clip_middle, table_lines
 
 Worsts = Sequence[tuple[float, int]]  # (loss, index) of images, what TopLosses finds
 

@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ddpkit.data import images, masks, samples
+from ddpkit.data import samples
 from ddpkit.data.samples import Key, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
-from ddpkit.run import mistakes, pictures
+from ddpkit.vision import images, masks, mistakes, pictures
 
 COUNT = 12  # images
 HEIGHT = 240  # pixels that each is drawn with

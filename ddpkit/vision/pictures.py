@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from ddpkit import files
-from ddpkit.data.masks import VOID, Classes
-from ddpkit.run.rows import (
+from ddpkit.vision.masks import VOID, Classes
+from ddpkit.vision.rows import (
     OF_TUNING,
     Row,
     best_row,

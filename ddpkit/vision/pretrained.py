@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ddpkit.errors import DiskError, UserError, reason_of, shorten
 from ddpkit.ranks import distributed
-from ddpkit.run import checkpoint, networks, states
+from ddpkit.run import checkpoint, states
+from ddpkit.vision import networks
 
 KEYS = ("model", "state_dict", "model_state_dict")  # under which programs save weights
 SECONDS = 10.0  # without an answer, after which a download fails

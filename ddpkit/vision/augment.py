@@ -10,9 +10,9 @@ from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from ddpkit.data.images import Box, LazyImage
 from ddpkit.data.samples import as_tensor
 from ddpkit.errors import UserError
+from ddpkit.vision.images import Box, LazyImage
 
 OF_COLORS = (v2.TrivialAugmentWide, v2.RandAugment, v2.ColorJitter, v2.RandomGrayscale)
 TRIES = 10  # at a part that fits into the image, as torchvision

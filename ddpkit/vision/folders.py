@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddpkit import files
-from ddpkit.data import class_counts, masks, pairing, places
 from ddpkit.data.format import MEAN, STD, Format, read_format
-from ddpkit.data.images import LazyImage, open_image
-from ddpkit.data.places import EXTENSIONS, Place
 from ddpkit.data.samples import Packed
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
+from ddpkit.vision import class_counts, masks, pairing, places
+from ddpkit.vision.images import LazyImage, open_image
+from ddpkit.vision.places import EXTENSIONS, Place
 
 # as are often beside images
 NO_IMAGES = {"", ".csv", ".db", ".ini", ".json", ".txt", ".xml"}

@@ -21,10 +21,10 @@ from ddpkit import files
 from ddpkit.errors import UserError, escape, reason_of
 from ddpkit.ranks import process
 from ddpkit.run import checkpoint
+from ddpkit.run.file_names import SHOWN
 from ddpkit.run.flags import OF_A_START, Parser
-from ddpkit.run.layout import SHOWN
-from ddpkit.run.rows import OF_TUNING
 from ddpkit.run.states import State
+from ddpkit.vision.rows import OF_TUNING
 
 NEEDED = ["args.json", "metrics.csv"]
 # A path that begins at the root, at home or above, with all that follows: it may have
