@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args = parse_args(argv, {**best["args"], **own})
     else:
         folder.find_checkpoint()
-        ddpkit.Run.check_tracker(args.tracker)
+        ddpkit.Reporter.check_tracker(args.tracker)
         recipe.check_optimizer(args.optimizer)
     args.amp = recipe.choose_amp(args, device)
     # What does not exist is refused before data are read.
@@ -82,14 +82,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     loss_module = build_criterion(args, train_set, classes)
     criterion = ddpkit.Criterion(loss_module, classes).to(device)
     metrics = build_metrics(args, classes).to(ddp.sum_device(device))
-    predict = functools.partial(infer, args=args)  # for drawings
+    report = ddpkit.Reporter(  # lines, TensorBoard, metrics.csv, drawings
+        args.output_dir,
+        args.epochs,
+        classes,
+        log_every=args.log_every,
+        predict=functools.partial(infer, args=args),
+        draw=draw_example,
+        tracker=args.tracker,
+    )
 
     if args.eval_only:
-        folder.load(model, classes, vars(args))
+        folder.load(model, val_loader, classes, vars(args))
         found = evaluate(model, val_loader, criterion, metrics, args)
         # to eval/ in the folder; prints a table, or with --json a line for programs
-        shown = model, val_loader, classes, predict, draw_example
-        folder.write(found, *shown, as_json=args.json)
+        report.write_evaluation(found, model, val_loader, args.json)
         return
 
     # Another order in each epoch, from which a run also resumes within an epoch; the last
@@ -125,15 +132,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer=optimizer,
         scheduler=scheduler,
         scaler=scaler,
-        epochs=args.epochs,
+        report=report,
         accumulate=args.accumulate,
         save_every=args.save_every,
-        log_every=args.log_every,
         best=BEST,
         flags=vars(args),
-        predict=predict,
-        draw=draw_example,
-        tracker=args.tracker,
     )
 
     # After a signal all ranks stop at the same step, save, and exit with status 75.

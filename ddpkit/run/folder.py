@@ -9,21 +9,17 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ddpkit import files
 from ddpkit.data import normalizing
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, explaining, process, protocol
-from ddpkit.run import checkpoint
+from ddpkit.run import agreement, checkpoint
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign
 from ddpkit.run.file_names import OWN_FILES, SAVES, remove_images
 from ddpkit.run.states import State
-
-if TYPE_CHECKING:
-    from ddpkit.vision.mistakes import Worsts
 
 Read = Callable[[Path | str], State]
 
@@ -38,7 +34,7 @@ class RunFolder:
 
         folder = ddpkit.RunFolder(args.output_dir, args.resume)
         state = folder.find_checkpoint()  # a dict; None: from scratch
-        folder.load(model, classes, vars(args))
+        folder.load(model, loader, classes, vars(args))
     """
 
     def __init__(
@@ -107,44 +103,22 @@ class RunFolder:
         return state
 
     def load(
-        self, model: nn.Module, classes: Sequence[str], flags: Mapping[str, object]
-    ) -> None:
-        """Give `model` the weights of the checkpoint that was found, if there is one.
-
-        classes: of the data. flags: vars(args), to name those that have changed.
-
-        Raises a UserError if the checkpoint is of other classes or of another network.
-        """
-        if self.state:
-            load_weights(model, self.state, classes, flags)
-
-    def write(
         self,
-        found: tuple[Mapping[str, float], Tensor | None, "Worsts"],
         model: nn.Module,
-        loader: Any,
+        loader: object,
         classes: Sequence[str],
-        predict: Callable[[nn.Module, Tensor], Any],
-        draw: Callable[..., None],
-        as_json: bool = False,
+        flags: Mapping[str, object],
     ) -> None:
-        """Write what an evaluation has found to eval/ in the folder, and print it, on rank 0.
+        """Give `model` the weights of the checkpoint that was found, to evaluate it.
 
-        found: as main.evaluate returns it: results by name, printed below a table of the classes,
-        or, as_json, alone and in one line; the confusion matrix of `compute_metrics`; what
-        TopLosses.compute() returns. loader: of the validation images. classes, predict, draw: as
-        Run takes them.
+        loader: of the images. classes: theirs. flags: vars(args), to name those that have changed.
+
+        Raises a UserError if the checkpoint is of other classes or images, or of another network.
         """
-        from ddpkit.run import agreement
-        from ddpkit.vision import reporting
-        from ddpkit.vision.mistakes import Mistakes
-
-        results, confusion, worst = found
         agreement.check_alike(classes, validation=loader)
-        checkpoint.check_format(self.state or {}, normalizing.format_of(loader))
-        shown = Mistakes(confusion, worst, model, loader, classes, predict, draw)
-        reporting.write_evaluation(shown, self.path / "eval")
-        reporting.print_evaluation(shown, results, as_json)
+        if self.state:
+            checkpoint.check_format(self.state, normalizing.format_of(loader))
+            load_weights(model, self.state, classes, flags)
 
     def _check_file(self) -> None:
         if not self.is_path or Path(self.resume).is_file():

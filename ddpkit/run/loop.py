@@ -1,11 +1,9 @@
-"""class Run: Checkpoints of a training of images, with its reports and checks of its numbers."""
+"""class Run: Checkpoints of a training by steps and epochs, with checks of its numbers."""
 
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -27,9 +25,6 @@ from ddpkit.run.folder import RunFolder, load_weights
 from ddpkit.run.progress import Sums, progress_line
 from ddpkit.run.resuming import Checkpoints, Steps, is_later
 from ddpkit.run.states import State
-from ddpkit.vision import pictures, reporting
-from ddpkit.vision.mistakes import Mistakes, Worsts
-from ddpkit.vision.rows import Row, recorded_epochs
 
 # of a checkpoint, besides KEYS
 OTHER_KEYS = {
@@ -38,6 +33,8 @@ OTHER_KEYS = {
 }
 # of the loss; reading it at every step would stall the device
 SECONDS_BETWEEN_CHECKS = 5
+Row = Mapping[str, float | str]  # of metrics.csv
+Worsts = Sequence[tuple[float, int]]  # (loss, index) of images
 Evaluate = Callable[..., tuple[dict[str, float], Tensor | None, Worsts]]
 
 
@@ -97,23 +94,20 @@ class Run(Checkpoints):
         saved.
     optimizer, scheduler, **more: saved by name with state_dict(), resumed with load_state_dict().
         A LambdaLR follows the flags on resume, others resume as saved.
+    report: a ddpkit.Reporter, of whose number of epochs the run is; or what has its methods.
     best: the metric by which best.pt is chosen; of several the first that `evaluate` returns. Lower
         is better of a loss, and of what torchmetrics says so; of numbers that are worked out by
         hand say it: ("cost", "min"). accumulate: passes per optimizer step. save_every: optimizer
-        steps between saves; 0: after each epoch only. log_every: optimizer steps between lines of
-        the log; 0: none.
-    flags: vars(args), kept in checkpoints and args.json. predict, draw: for drawings, (model,
-        images) -> outputs and draw_example(axes, image, target, logits, classes).
-    tracker: gets the rows of metrics.csv, on rank 0: "mlflow", "trackio", "wandb", or a function
-        that takes the id of the run to continue, or None, and returns its id and a function of a
-        row.
+        steps between saves; 0: after each epoch only.
+    flags: vars(args), kept in checkpoints and args.json.
 
     Raises a UserError if the checkpoint does not fit.
 
     epoch: epochs finished. step: optimizer steps taken. seen: images trained on in this epoch, on
     all ranks. history: the rows of metrics.csv. best, best_epoch: the best score so far, and when.
 
-        run = ddpkit.Run(folder, train_loader, val_loader, classes, model=model, ...)
+        report = ddpkit.Reporter(args.output_dir, args.epochs)
+        run = ddpkit.Run(folder, train_loader, val_loader, classes, report=report, ...)
         with run:
             for epoch in range(run.epoch, args.epochs):
                 for step, batches in run.steps(ddp_model):
@@ -133,17 +127,13 @@ class Run(Checkpoints):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any = None,
-        epochs: int,
+        report: Any,
         best: str | Sequence[str],
         trained: nn.Module | None = None,
         criterion: Criterion | None = None,
         accumulate: int = 1,
         save_every: int = 0,
-        log_every: int = 0,
         flags: Mapping[str, object] | None = None,
-        predict: Callable[[nn.Module, Tensor], Any] | None = None,
-        draw: Callable[..., None] | None = None,
-        tracker: str | reporting.Start | None = None,
         **more: Any,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -159,7 +149,8 @@ class Run(Checkpoints):
         self.model = model
         self.trained = model if trained is None else trained
         self.optimizer = optimizer
-        self.last_epoch = epochs
+        self.report = report
+        self.last_epoch: int = report.epochs
         self.accumulate = accumulate
         self.device = next(model.parameters()).device
         self.flags = kept
@@ -189,15 +180,6 @@ class Run(Checkpoints):
         self.share_outside = 0
         self.about = self._about()
         self.networks: tuple[nn.Module, ...] = ()  # in DistributedDataParallel
-        # takes what `evaluate` returns besides its results
-        self.mistakes = functools.partial(
-            Mistakes,
-            model=model,
-            loader=val_loader,
-            classes=classes,
-            predict=predict or (lambda model, images: model(images)),
-            draw=draw,
-        )
         self.checked_at = time.monotonic()
         self.is_out = False  # of patience
         watched = criterion if isinstance(criterion, Criterion) else None
@@ -208,27 +190,15 @@ class Run(Checkpoints):
             trainable_then=state.get("trainable", 0),
             is_within_epoch=self.seen > 0,
         )
-        recorded = distributed.from_rank_zero(recorded_epochs, folder.path)
-        self.is_complete = min(self.epoch, recorded) >= epochs
-        self.report = reporting.Reporter(
-            folder.path,
-            epochs,
-            log_every=log_every,
-            epoch=self.epoch,
-            step=self.step,
-            device=self.device,
-            classes=classes,
-            rows=self.history,
-            active=not self.is_complete,
+        # as far as the checkpoint, and metrics.csv, which is written after it
+        self.is_complete: bool = report.go_on(
+            self.epoch, self.step, self.history, self.device
         )
-        self.report.print_start(
+        report.print_start(
             self.source, self.batch_size, accumulate, train_loader, val_loader, kept
         )
         self._note_best()
-        if isinstance(tracker, str):
-            self.check_tracker(tracker)
-            tracker = reporting.find_tracker(tracker, folder.path, kept)
-        self.report.catch_up(tracker)
+        report.catch_up(kept)
         self.block = self._block()
 
     @staticmethod
@@ -240,17 +210,6 @@ class Run(Checkpoints):
             steps = ddpkit.Run.steps_per_epoch(train_loader, args.accumulate)
         """
         return sources.steps_per_epoch(train_loader, accumulate)
-
-    @staticmethod
-    def check_tracker(name: str | None) -> None:
-        """Raise a UserError if there is no such tracker; to call before data are read."""
-        if not name or sys.modules.get(name):  # or a module that a program has made
-            return
-        found = importlib.util.find_spec(name)
-        if not found or not found.origin:  # a folder of that name, as of its runs
-            raise UserError(
-                f"--tracker {name}: not installed; python -m pip install {name}"
-            )
 
     @property
     def best(self) -> float:
@@ -297,7 +256,7 @@ class Run(Checkpoints):
         """Return what is the same in all checkpoints of this run."""
         about = {
             "classes": list(self.classes),
-            "colors": pictures.colors_of(self.classes).tolist(),
+            "colors": self.report.colors(),
             "args": self.flags,
             "format": dataclasses.asdict(normalizing.format_of(self.val_loader)),
             "channels": getattr(self.val_loader, "channels", 3),
@@ -388,10 +347,10 @@ class Run(Checkpoints):
             return
         with contextlib.suppress(NoLabelsError):  # in one batch
             first = sources.First(self.val_loader)
-            results, confusion, worst = evaluate(self.model, first, *args)
+            results, *_ = evaluate(self.model, first, *args)
             self._choose_score(results)
             if is_new:
-                self.report.try_drawing(self.mistakes(confusion, worst))
+                self.report.try_drawing(self.model, self.val_loader)
 
     # The block: after a signal all ranks stop after the same step, save, and exit with 75.
 
@@ -626,7 +585,7 @@ class Run(Checkpoints):
 
         confusion: of `compute_metrics`. worst: what TopLosses.compute() returns.
         """
-        self.report.write_images(self.mistakes(confusion, worst))
+        self.report.write_images(confusion, worst, self.model, self.val_loader)
 
     def _choose_score(self, row: Mapping) -> None:
         self.chosen.choose(row, self.epoch, is_first=not self.history)

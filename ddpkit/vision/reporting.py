@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -23,13 +24,15 @@ from ddpkit import files
 from ddpkit.data import loading, samples
 from ddpkit.data.loading import TrainSampler
 from ddpkit.data.other_loaders import OtherSource
+from ddpkit.errors import UserError
 from ddpkit.ranks import devices, distributed, failures, process
-from ddpkit.run import checkpoint
-from ddpkit.run import settings as machine
+from ddpkit.run import checkpoint, settings
 from ddpkit.run.file_names import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
+from ddpkit.run.outputs import Outputs
 from ddpkit.vision import images, pictures
 from ddpkit.vision.beside import Beside
-from ddpkit.vision.mistakes import MEASURES, Mistakes, per_class_lines
+from ddpkit.vision.mistakes import MEASURES, Mistakes, Worsts, per_class_lines
+from ddpkit.vision.pictures import DrawExample
 from ddpkit.vision.rows import (
     EpochLines,
     Row,
@@ -58,52 +61,96 @@ class Reporter:
                 report.log_step(epoch * len(loader) + step, train(batch), lr)
             report.log_epoch({"top1": evaluate(), **report.speed()})
 
-    log_every: optimizer steps between lines; 0: none. epoch, step: those that are done, of a run
-    that goes on: later rows and curves are dropped. device: that of the training, by default this
-    machine's kind. classes: their names; columns that end with one are not in curves.png. rows: of
-    the epochs before, by default those in metrics.csv. active: False: write nothing, as on other
-    ranks.
+    classes: their names; columns that end with one are not in curves.png. log_every: optimizer
+    steps between lines; 0: none. epoch, step: those that are done, of a run that goes on: later
+    rows and curves are dropped. `Run` says them itself, and the device. device: that of the
+    training, by default this machine's kind.
+    predict, draw: for images with predictions, (model, images) -> outputs and draw_example(axes,
+    image, target, logits, classes).
+    tracker: gets the rows of metrics.csv, on rank 0: "mlflow", "trackio", "wandb", or a function
+    that takes the id of the run to continue, or None, and returns its id and a function of a row.
     """
 
     def __init__(
         self,
         folder: Path | str,
         epochs: int,
+        classes: Sequence[str] = (),
         *,
         log_every: int = 0,
         epoch: int = 0,
         step: int = 0,
         device: torch.device | None = None,
-        classes: Sequence[str] = (),
-        rows: list[Row] | None = None,
-        active: bool = True,
+        predict: Callable[[nn.Module, Tensor], Outputs] | None = None,
+        draw: DrawExample | None = None,
+        tracker: str | Start | None = None,
     ) -> None:
+        if isinstance(tracker, str):
+            self.check_tracker(tracker)
         self.folder = Path(folder)
         self.epochs = epochs
-        self.device = device or devices.kind()
         self.classes = classes
-        # of the caller, who may add to them
-        self.rows = recorded_rows(self.folder, epoch) if rows is None else rows
-        # finished, so also the number of the next, from 0
-        self.epoch = epoch
-        self.active = distributed.is_rank_zero() and active
+        self.log_every = log_every
+        self.predict = predict or (lambda model, images: model(images))
+        self.draw = draw
+        self.tracker = tracker
         if distributed.any_debugged():
             tqdm.monitor_interval = 0  # its thread would be one more row in each rank
         self.bar = tqdm(disable=True)
         self.lines = EpochLines(epochs, classes)
-        self.steps = StepLog(self.folder, self.device, log_every, step, self.active)
         self.began = time.monotonic()
         self.waited = 0.0
         self.images = 0  # in this epoch, of all ranks
         self.beside = Beside()
+        self.process = os.getpid()
+        self.log: Log | None = None  # the tracker's
+        self.facts: dict[str, object] = {}  # args.json
+        self.network = ""  # the line on its parameters
+        rows = recorded_rows(self.folder, epoch)
+        self._begin(epoch, step, rows, device or devices.kind(), active=True)
+
+    def _begin(
+        self, epoch: int, step: int, rows: list[Row], device: torch.device, active: bool
+    ) -> None:
+        """Go on after these epochs and steps; the files are opened when something is written."""
+        # finished, so also the number of the next, from 0
+        self.epoch = epoch
+        self.rows = rows
+        self.device = device
+        self.active = active and distributed.is_rank_zero()
+        self.steps = StepLog(self.folder, device, self.log_every, step, self.active)
         # Entries of later epochs, before going back to an earlier checkpoint, are dropped:
         # in a folder of its own, for other people's scalars have other steps.
         open_board = functools.partial(open_writer, purge_step=epoch + 1)
         self.board = Board(self.folder / EPOCHS, open_board, self.active)
-        self.process = os.getpid()
-        self.log: Log | None = None  # a tracker's
-        self.facts: dict[str, object] = {}  # args.json
-        self.network = ""  # the line on its parameters
+
+    def go_on(
+        self, epoch: int, step: int, rows: list[Row], device: torch.device
+    ) -> bool:
+        """Begin where a run goes on; return whether all is done and recorded, and nothing left.
+
+        rows: of the run, which adds to them. Every rank has to call it.
+        """
+        recorded = distributed.from_rank_zero(recorded_epochs, self.folder)
+        is_complete = min(epoch, recorded) >= self.epochs
+        self._begin(epoch, step, rows, device, active=not is_complete)
+        return is_complete
+
+    @staticmethod
+    def check_tracker(name: str | None) -> None:
+        """Raise a UserError if there is no such tracker; to call before data are read."""
+        if not name or sys.modules.get(name):  # or a module that a program has made
+            return
+        spec = importlib.util.find_spec(name)
+        if not spec or not spec.origin:  # a folder of that name, as of its runs
+            raise UserError(
+                f"--tracker {name}: not installed; python -m pip install {name}"
+            )
+
+    def colors(self) -> list[list[int]]:
+        """Return those of the classes, from 0 to 255, for checkpoints."""
+        colors: list[list[int]] = pictures.colors_of(self.classes).tolist()
+        return colors
 
     def close(self) -> None:
         """Clear the progress bar and close the files, before any error is printed."""
@@ -148,14 +195,14 @@ class Reporter:
             f"per rank {getattr(train_loader, 'num_workers', 0)} loader worker(s) and "
             f"{torch.get_num_threads()} thread(s) | JPEG: {jpeg}{amp}"
         )
-        own = machine.library()
+        own = settings.library()
         distributed.print0(f"ddpkit {own}")
         self.note_facts(
             flags=dict(flags),
             ranks=ranks,
             device=device,
             jpeg=jpeg,
-            git=machine.git_commit(),
+            git=settings.git_commit(),
             versions={
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -304,7 +351,7 @@ class Reporter:
         if wait > 0.1 and wait * seconds > 1:
             distributed.print0(
                 f"input-bound: {wait:.0%} of {seconds:.0f} s were spent waiting for images; what "
-                f"helps: --workers up to {machine.cpu_share()} (CPUs per rank), image files that "
+                f"helps: --workers up to {settings.cpu_share()} (CPUs per rank), image files that "
                 "are not much larger than --image-size, more CPUs"
             )
         self.record([row])
@@ -332,15 +379,18 @@ class Reporter:
             for row in self.rows:
                 write([row.get(name, "") for name in columns])
 
-    def catch_up(self, tracker: Start | None = None) -> None:
+    def catch_up(self, flags: Mapping[str, object] | None = None) -> None:
         """Record the rows that a run had saved when it was killed; start the tracker, if any.
 
-        All ranks have to call this, and wait for rank 0.
+        flags: for the tracker. All ranks have to call this, and wait for rank 0.
         """
+        tracker = self.tracker
+        if isinstance(tracker, str):
+            tracker = find_tracker(tracker, self.folder, flags or {})
 
         def catch_up() -> None:
             if tracker:
-                self.beside("the tracker did not start", self.start_tracker, tracker)
+                self.beside("the tracker did not start", self._start_tracker, tracker)
             recorded = recorded_epochs(self.folder)
             # They may be more: of epochs after the one that was gone back to.
             if self.rows and recorded != len(self.rows):
@@ -348,7 +398,7 @@ class Reporter:
 
         distributed.await_rank_zero(catch_up if self.active else int)
 
-    def start_tracker(self, tracker: Start) -> None:
+    def _start_tracker(self, tracker: Start) -> None:
         path = self.folder / "tracker.json"
         known = json.loads(path.read_text("utf-8"))["run"] if path.exists() else None
         run, self.log = tracker(known)
@@ -359,11 +409,20 @@ class Reporter:
         text = json.dumps(value, indent=2, default=str)
         self.beside(f"{path} is not written", files.save_text, path, f"{text}\n")
 
-    def write_images(self, mistakes: Mistakes) -> None:
-        """Write examples.png, validation images with predictions, and the files of `mistakes`.
+    def _mistakes(
+        self, confusion: Tensor | None, worst: Worsts, model: nn.Module, loader: object
+    ) -> Mistakes:
+        shown = loader, self.classes, self.predict, self.draw
+        return Mistakes(confusion, worst, model, *shown)
+
+    def write_images(
+        self, confusion: Tensor | None, worst: Worsts, model: nn.Module, loader: object
+    ) -> None:
+        """Write examples.png, validation images with predictions, worst.png and tables.
 
         All ranks have to call this, and wait for rank 0.
         """
+        mistakes = self._mistakes(confusion, worst, model, loader)
 
         def write() -> None:
             failed = f"{self.folder} lacks images of best.pt"
@@ -372,11 +431,39 @@ class Reporter:
 
         distributed.await_rank_zero(write if self.active else int)
 
-    def try_drawing(self, mistakes: Mistakes) -> None:
+    def try_drawing(self, model: nn.Module, loader: object) -> None:
         """Draw one image to nowhere: if that fails, it fails before the first epoch."""
         if self.active:
+            mistakes = self._mistakes(None, [], model, loader)
             with tempfile.TemporaryDirectory() as folder:
                 mistakes.draw_examples(Path(folder, "image.png"), {0: ""})
+
+    def write_evaluation(
+        self,
+        found: tuple[Mapping[str, float], Tensor | None, Worsts],
+        model: nn.Module,
+        loader: object,
+        as_json: bool = False,
+    ) -> None:
+        """Write what an evaluation has found to eval/ in the folder, and print it, on rank 0.
+
+        found: as main.evaluate returns it: results by name, printed below a table of the classes,
+        or, as_json, alone and in one line; the confusion matrix of `compute_metrics`; what
+        TopLosses.compute() returns. loader: of the validation images.
+        """
+        if not distributed.is_rank_zero():
+            return
+        results, confusion, worst = found
+        mistakes = self._mistakes(confusion, worst, model, loader)
+        folder = self.folder / "eval"
+        failed = f"{folder} lacks files of this evaluation"
+        self.beside(failed, files.make_folder, folder)
+        self.beside(failed, remove_images, folder)  # of another checkpoint
+        self.beside(failed, mistakes.write_files, folder)
+        names = [name for name in IMAGES if (folder / name).exists()]
+        if names:
+            distributed.print0(f"written to {folder}: {', '.join(names)}")
+        print_evaluation(mistakes, results, as_json)
 
     def print_results(self, name: str, best: float, epoch: int, example: str) -> None:
         """Print the best score, the paths of the results, and the command that uses them.
@@ -448,20 +535,6 @@ def _is_on_terminal() -> bool:
     with contextlib.suppress(Exception):  # of a stream that is closed
         return sys.stderr.isatty()
     return False
-
-
-def write_evaluation(mistakes: Mistakes, folder: Path) -> None:
-    """Write the files of `mistakes` on rank 0 and say where, or why not."""
-    if not distributed.is_rank_zero():
-        return
-    beside = Beside()
-    failed = f"{folder} lacks files of this evaluation"
-    beside(failed, files.make_folder, folder)
-    beside(failed, remove_images, folder)  # of another checkpoint
-    beside(failed, mistakes.write_files, folder)
-    names = [name for name in IMAGES if (folder / name).exists()]
-    if names:
-        distributed.print0(f"written to {folder}: {', '.join(names)}")
 
 
 def print_evaluation(
