@@ -281,8 +281,10 @@ class Ours:
             self.train(run)
 
     @contextlib.contextmanager
-    def run(self, feed: Feed | Dataset, **options: Any) -> Iterator[Any]:
-        """Yield a Run of one epoch; what it says goes to stderr."""
+    def run(
+        self, feed: Feed | Dataset, log_every: int = 0, **options: Any
+    ) -> Iterator[Any]:
+        """Yield a Run of one epoch; what it says goes to stderr. options: of Run."""
         import ddpkit
 
         bench = self.bench
@@ -307,7 +309,7 @@ class Ours:
                 bench.classes,
                 model=self.model,
                 **self.parts,
-                epochs=1,
+                report=ddpkit.Reporter(folder.path, 1, log_every=log_every),
                 accumulate=args.accumulate,
                 best="top1",
                 flags=vars(args),

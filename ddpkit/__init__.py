@@ -25,12 +25,10 @@ if TYPE_CHECKING:
     from ddpkit.data.sources import eval_batches
     from ddpkit.errors import NoLabelsError, UserError
     from ddpkit.ranks.distributed import rank, rank_zero_first, rendezvous
-    from ddpkit.run.checkpoint import open_model
     from ddpkit.run.criterion import Criterion
     from ddpkit.run.flags import Parser
     from ddpkit.run.folder import RunFolder
     from ddpkit.run.loop import Run
-    from ddpkit.run.metrics import compute_metrics
     from ddpkit.run.outputs import to_logits
     from ddpkit.run.resuming import Checkpoints, explaining, stopping
     from ddpkit.run.settings import configure
@@ -45,11 +43,12 @@ if TYPE_CHECKING:
     from ddpkit.vision.demo import demo_classes, demo_masks
     from ddpkit.vision.folders import ImageFiles, MaskFiles, find_classes, find_masks
     from ddpkit.vision.images import LazyImage
+    from ddpkit.vision.metrics import compute_metrics
     from ddpkit.vision.mistakes import TopLosses
     from ddpkit.vision.multilabel import BinaryCrossEntropy, label_metrics
     from ddpkit.vision.networks import adapt_input
     from ddpkit.vision.pictures import draw_masks
-    from ddpkit.vision.predicting import Predictor
+    from ddpkit.vision.predicting import Predictor, open_model
     from ddpkit.vision.pretrained import load_pretrained
     from ddpkit.vision.reporting import Reporter
     from ddpkit.vision.tiles import sliding_window, sliding_window_rows
@@ -60,12 +59,10 @@ NAMES = {
     "data.sources": "eval_batches",
     "errors": "NoLabelsError UserError",
     "ranks.distributed": "rank rank_zero_first rendezvous",
-    "run.checkpoint": "open_model",
     "run.criterion": "Criterion",
     "run.flags": "Parser",
     "run.folder": "RunFolder",
     "run.loop": "Run",
-    "run.metrics": "compute_metrics",
     "run.outputs": "to_logits",
     "run.resuming": "Checkpoints explaining stopping",
     "run.settings": "configure",
@@ -75,11 +72,12 @@ NAMES = {
     "vision.demo": "demo_classes demo_masks",
     "vision.folders": "ImageFiles MaskFiles find_classes find_masks",
     "vision.images": "LazyImage",
+    "vision.metrics": "compute_metrics",
     "vision.mistakes": "TopLosses",
     "vision.multilabel": "BinaryCrossEntropy label_metrics",
     "vision.networks": "adapt_input",
     "vision.pictures": "draw_masks",
-    "vision.predicting": "Predictor",
+    "vision.predicting": "Predictor open_model",
     "vision.pretrained": "load_pretrained",
     "vision.reporting": "Reporter",
     "vision.tiles": "sliding_window sliding_window_rows",

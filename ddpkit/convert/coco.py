@@ -13,8 +13,8 @@ from ddpkit.convert.shapes import (
     unpack_counts,
 )
 from ddpkit.convert.tree import Json, Tree
+from ddpkit.data.format import VOID
 from ddpkit.errors import UserError
-from ddpkit.vision.masks import VOID
 
 NEEDED = ("images", "annotations", "categories")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ddpkit.data.format import VOID
 from ddpkit.errors import UserError, shorten
-from ddpkit.vision.masks import VOID
 
 PARTS = ("train", "val", "test")
 BACKGROUND = "background"

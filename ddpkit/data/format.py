@@ -15,6 +15,7 @@ from ddpkit import files
 from ddpkit.errors import UserError
 
 NAME = "data.json"
+VOID = 255  # the class number of pixels without a label
 EXAMPLE = '{"channels": 1, "value_range": [0, 9], "mean": [1], "std": [1], "max_megapixels": 9}'
 # ImageNet's channel means and deviations, in RGB order and units of 0..1: what the
 # pretrained weights of torchvision and segmentation-models-pytorch expect.

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
-from ddpkit.run import metrics
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.states import State
 
@@ -24,7 +23,7 @@ class Best:
     def __init__(
         self, best: str | Sequence[str], images: str, folder: RunFolder, state: State
     ) -> None:
-        self.directions = metrics.parse_best(best)
+        self.directions = parse_best(best)
         self.images = images
         self.folder = folder
         names = list(self.directions)
@@ -88,7 +87,7 @@ class Best:
         found = state.get("best_by")  # by an earlier process
         if said is None and found in ([self.name, True], [self.name, False]):
             return found[1]
-        return metrics.higher_is_better(self.name) if said is None else said
+        return higher_is_better(self.name) if said is None else said
 
     def _chosen(self, row: Mapping) -> tuple[str, bool]:
         """Return the name of the score in a row, and whether a higher one is better."""
@@ -99,10 +98,34 @@ class Best:
         name = found[0]
         is_higher = self.directions[name]
         if is_higher is None:
-            is_higher = metrics.higher_is_better(name, row[name])
+            is_higher = higher_is_better(name, row[name])
         if is_higher is None:
             raise UserError(
                 f'BEST of model.py is "{name}", of which nothing says whether higher or lower is '
                 f'better: write BEST = "{name}", "max" or BEST = "{name}", "min"'
             )
         return name, is_higher
+
+
+def parse_best(best: str | Sequence[str]) -> dict[str, bool | None]:
+    """Return the metrics that BEST names, and whether higher is better, if that is said.
+
+    It is one name, or several; after a name there may be "max" or "min".
+    """
+    found: dict[str, bool | None] = {}
+    name = ""
+    for word in [best] if isinstance(best, str) else best:
+        if name and word in ("max", "min"):
+            found[name] = word == "max"
+        else:
+            name = word
+            found[name] = None
+    return found
+
+
+def higher_is_better(name: str, value: object = None) -> bool | None:
+    """Return whether a higher `value` of the column `name` is better; None: nobody says so."""
+    known = getattr(value, "higher_is_better", None)
+    if known is None and name.endswith("loss"):
+        return False
+    return known

@@ -10,7 +10,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -19,14 +19,9 @@ from torch import Tensor, nn
 from ddpkit import files
 from ddpkit.data.format import Format
 from ddpkit.errors import DiskError, LineError, UserError, clip, shorten
-from ddpkit.ranks import devices
-from ddpkit.ranks.replicas import uncompiled
 from ddpkit.run import states
-from ddpkit.run.flags import OF_A_START, task_of
+from ddpkit.run.flags import OF_A_START
 from ddpkit.run.states import MISFITS, PLAIN, State
-
-if TYPE_CHECKING:
-    from ddpkit.vision.masks import Classes
 
 ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 
@@ -259,39 +254,6 @@ def load_weights(model: nn.Module, state: State, remedy: str = "") -> None:
         if remedy:
             line += f": {remedy}"
         raise UserError(f"{line} ({reason})") from None
-
-
-def open_model(
-    path: Path | str,
-    build_model: Callable[[Namespace, Sequence[str], int], nn.Module],
-    parse_args: ParseArgs,
-    device: torch.device,
-) -> tuple[nn.Module, "Classes", Namespace, Format]:
-    """Return the network of a checkpoint, ready to predict, its classes, flags and image format.
-
-    build_model, parse_args: of model.py and flags.py; flags that are newer than the checkpoint have
-        their defaults.
-
-    Raises a UserError if the file cannot be read, or holds other weights than `build_model` makes.
-
-        model, classes, args, format = ddpkit.open_model("best.pt", build_model, parse_args, device)
-    """
-    from ddpkit.vision.masks import Classes  # of images
-
-    state = read(path)
-    args = parse_args([], state["args"])
-    tasks = task_of(state["args"]), task_of(vars(args).keys() - state["args"].keys())
-    if all(tasks):
-        raise UserError(
-            f"{path} is of a {tasks[0]} project, and this is one for {tasks[1]}"
-        )
-    format = Format(**state["format"])
-    model = build_model(args, state["classes"], state["channels"])
-    load_weights(model, state)
-    model = uncompiled(model)  # a compiled one would compile for each size
-    model = model.eval().to(device)
-    model = model.to(memory_format=devices.memory_layout(device))
-    return model, Classes(state["classes"], state.get("colors")), args, format
 
 
 def to_plain(value: object) -> Any:

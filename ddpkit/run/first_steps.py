@@ -2,14 +2,17 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ddpkit.data.format import VOID
 from ddpkit.ranks import distributed, replicas
 from ddpkit.run import states
 from ddpkit.run.criterion import Criterion
-from ddpkit.vision import masks
+
+MOST_VOID = 0.7  # of a mask's pixels; more is said
 
 
 class FirstSteps:
@@ -125,7 +128,7 @@ class FirstSteps:
                 f"warning: the step counts {float(count):g} labels, and criterion(...) got "
                 f"{seen:g}: where transform_batch removes labels, count those that it returns"
             )
-        masks.say_void(self.masks)
+        say_void(self.masks)
         self.masks.clear()
         if self.passes > 1 and self.slopes:
             whole = float(loss)
@@ -213,3 +216,14 @@ class LateChanges:
             return {}
         found = {name: part.state_dict() for name, part in self.parts.items()}
         return states.checksums(found)
+
+
+def say_void(targets: Sequence[Tensor]) -> None:
+    """Say a line if most pixels of some masks, (..., H, W) as training has them, are void."""
+    total = sum(each.numel() for each in targets)
+    void = sum(int((each == VOID).sum()) for each in targets)
+    if void > MOST_VOID * total:
+        distributed.print0(
+            f"{void / total:.0%} of the pixels that training sees are void and count nothing: try "
+            "a smaller --image-size, unless the masks have as few labels"
+        )

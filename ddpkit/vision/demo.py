@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from ddpkit import files
+from ddpkit.data.format import VOID
 from ddpkit.errors import print_line
 from ddpkit.ranks import process
-from ddpkit.vision.masks import VOID
 
 PATTERNS = ("bricks", "checks", "dots", "rings", "stripes", "waves")
 SIDE = 128  # pixels; all images are square

@@ -16,16 +16,12 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from torch import Tensor
 
-from ddpkit.data.format import DEFAULT_FORMAT, Format
+from ddpkit.data.format import DEFAULT_FORMAT, VOID, Format
 from ddpkit.errors import UserError, shorten
-from ddpkit.ranks import distributed
 from ddpkit.vision import images
 from ddpkit.vision.images import LazyImage
 
-VOID = 255  # the class number of pixels without a label
-MOST_VOID = 0.7  # of a mask's pixels; more is said
 # by what a mask shows: what it means, and in which file
 Meant = dict[str, tuple[str, str]]
 BLACK_WHITE = "black and white"
@@ -438,14 +434,3 @@ def explain_values(values: list[int], names: Sequence[str]) -> str:
         "more, numbered from 0 without a gap; write what all values mean into "
         f"classes.txt, one class per line: {shorten([f'NAME = {n}' for n in texts])}"
     )
-
-
-def say_void(targets: Sequence[Tensor]) -> None:
-    """Say a line if most pixels of some masks, (..., H, W) as training has them, are void."""
-    total = sum(each.numel() for each in targets)
-    void = sum(int((each == VOID).sum()) for each in targets)
-    if void > MOST_VOID * total:
-        distributed.print0(
-            f"{void / total:.0%} of the pixels that training sees are void and count nothing: try "
-            "a smaller --image-size, unless the masks have as few labels"
-        )

@@ -1,7 +1,6 @@
 """Which images a network takes: how many channels, how large; and what it does not use."""
 
 import copy
-import traceback
 from collections.abc import Collection
 
 import torch
@@ -10,10 +9,6 @@ from torch import Tensor, nn
 from ddpkit.errors import UserError, reason_of, shorten, suggest
 from ddpkit.ranks import distributed
 from ddpkit.run.outputs import Outputs, map_tensors
-
-# take the name of a network first
-FACTORIES = {"create_model", "get_model", "get_pretrained_cfg"}
-OF_LIBRARIES = ("segmentation_models_pytorch", "timm.", "torchvision.")
 
 
 def adapt_input(model: nn.Module, size: int, channels: int = 3, step: int = 0) -> None:
@@ -109,21 +104,6 @@ def try_forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outp
         raise UserError(f"{line} ({reason_of(error)}): {remedy}") from None
     finally:
         model.train(was_training)
-
-
-def explain_network(error: Exception) -> UserError | None:
-    """Return a line if a library cannot make the network of a name that model.py gives it."""
-    # Of the calls on the way to the error: the function of a library that took the name.
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name in FACTORIES and module.startswith(OF_LIBRARIES):
-            name = frame.f_locals[frame.f_code.co_varnames[0]]  # its first argument
-            arch = f"timm/{name}" if module.startswith("timm.") else name
-            said = reason_of(error, 300).rstrip(".")
-            if "downsampling pattern" in said:  # of a ViT, whose maps have one size
-                said += ": use --arch dpt"
-            return UserError(f"--arch {arch}: {said}")
-    return None
 
 
 def check_names(arch: str, encoder: str) -> None:

@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from ddpkit import files
-from ddpkit.vision.masks import VOID, Classes
+from ddpkit.data.format import VOID
+from ddpkit.vision.masks import Classes
 from ddpkit.vision.rows import (
     OF_TUNING,
     Row,

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +19,47 @@ from ddpkit.data import loading, normalizing
 from ddpkit.data.format import Format, read_format
 from ddpkit.errors import UserError, print_error
 from ddpkit.ranks import children, devices, distributed
+from ddpkit.ranks.replicas import uncompiled
 from ddpkit.ranks.workers import worker_context
 from ddpkit.run import checkpoint
+from ddpkit.run.flags import task_of
 from ddpkit.vision import folders
 from ddpkit.vision.images import LazyImage, open_image, visible
+from ddpkit.vision.masks import Classes
 from ddpkit.vision.pictures import draw_legend, drawing, overlay, paint
 
 Read = Callable[[LazyImage], Tensor]
+
+
+def open_model(
+    path: Path | str,
+    build_model: Callable[[Namespace, Sequence[str], int], nn.Module],
+    parse_args: checkpoint.ParseArgs,
+    device: torch.device,
+) -> tuple[nn.Module, Classes, Namespace, Format]:
+    """Return the network of a checkpoint, ready to predict, its classes, flags and image format.
+
+    build_model, parse_args: of model.py and flags.py; flags that are newer than the checkpoint have
+        their defaults.
+
+    Raises a UserError if the file cannot be read, or holds other weights than `build_model` makes.
+
+        model, classes, args, format = ddpkit.open_model("best.pt", build_model, parse_args, device)
+    """
+    state = checkpoint.read(path)
+    args = parse_args([], state["args"])
+    tasks = task_of(state["args"]), task_of(vars(args).keys() - state["args"].keys())
+    if all(tasks):
+        raise UserError(
+            f"{path} is of a {tasks[0]} project, and this is one for {tasks[1]}"
+        )
+    format = Format(**state["format"])
+    model = build_model(args, state["classes"], state["channels"])
+    checkpoint.load_weights(model, state)
+    model = uncompiled(model)  # a compiled one would compile for each size
+    model = model.eval().to(device)
+    model = model.to(memory_format=devices.memory_layout(device))
+    return model, Classes(state["classes"], state.get("colors")), args, format
 
 
 class Predictor:

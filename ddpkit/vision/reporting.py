@@ -69,6 +69,8 @@ class Reporter:
     image, target, logits, classes).
     tracker: gets the rows of metrics.csv, on rank 0: "mlflow", "trackio", "wandb", or a function
     that takes the id of the run to continue, or None, and returns its id and a function of a row.
+
+    Raises a UserError if there is no such tracker.
     """
 
     def __init__(

@@ -24,8 +24,9 @@ from torchmetrics import classification
 
 import ddpkit
 from ddpkit.ranks import distributed, failures, replicas, stopping
-from ddpkit.run import checkpoint, metrics
+from ddpkit.run import checkpoint
 from ddpkit.run import outputs as of_networks
+from ddpkit.vision import metrics
 
 CPU = torch.device("cpu")
 CLASSES = ["a", "b"]
@@ -92,10 +93,9 @@ def train(
         criterion=criterion,
         optimizer=optimizer,
         scheduler=scheduler,
-        epochs=epochs,
+        report=ddpkit.Reporter(out, epochs, CLASSES, tracker=tracker),
         accumulate=accumulate,
         best=best,
-        tracker=tracker,
     )
 
     def evaluate(model: nn.Module, _: Any) -> tuple[dict[str, float], None, list]:

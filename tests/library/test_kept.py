@@ -66,7 +66,7 @@ def train(out: Path, dies_after: int = 0) -> tuple[Any, list, ddpkit.Run]:
         criterion=criterion,
         optimizer=optimizer,
         scheduler=None,
-        epochs=EPOCHS,
+        report=ddpkit.Reporter(out, EPOCHS, CLASSES),
         accumulate=2,
         save_every=1,
         best="val_loss",
@@ -163,7 +163,7 @@ def test_a_step_in_evaluation_mode(tmp_path: Path) -> None:
         model=net,
         optimizer=optimizer,
         scheduler=None,
-        epochs=1,
+        report=ddpkit.Reporter(tmp_path, 1, CLASSES),
         best="val_loss",
     )
     with refusal("loop.end_step", "evaluation mode"), run:

@@ -89,7 +89,7 @@ def with_run(folder_path: Path) -> list:
         criterion=criterion,
         optimizer=optimizer,
         scheduler=scheduler,
-        epochs=EPOCHS,
+        report=ddpkit.Reporter(folder_path, EPOCHS, CLASSES),
         save_every=3,
         best="val_loss",
     )

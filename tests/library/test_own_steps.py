@@ -75,7 +75,7 @@ def train(
         criterion=criterion,
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 1.0),
-        epochs=1,
+        report=ddpkit.Reporter(tmp_path, 1, CLASSES),
         accumulate=accumulate,
         best="val_loss",
         **extra,

@@ -247,7 +247,7 @@ def test_trackers(project: Project, few: Path, tmp_path: Path, name: str) -> Non
         sys.modules[name] = None
 
     done = project.train(few, tmp_path / "other", "--tracker", name, patch=gone, on=1)
-    done.refused("loop.check_tracker", f"pip install {name}")
+    done.refused("reporting.check_tracker", f"pip install {name}")
 
 
 def test_its_own_tests(project: Project, tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ EDITS += [
             "    average = torch.optim.swa_utils.AveragedModel(trained)\n",
         )
         + replaced(
-            "        tracker=args.tracker,\n",
-            "        tracker=args.tracker,\n        average=average,\n",
+            "        flags=vars(args),\n",
+            "        flags=vars(args),\n        average=average,\n",
         )
         + before(EVALUATION, "            average.update_parameters(trained)\n"),
     ),

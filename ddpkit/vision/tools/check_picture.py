@@ -14,7 +14,8 @@ from ddpkit.data import samples
 from ddpkit.data.samples import Key, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
-from ddpkit.vision import images, masks, mistakes, pictures
+from ddpkit.run.first_steps import say_void
+from ddpkit.vision import images, mistakes, pictures
 
 COUNT = 12  # images
 HEIGHT = 240  # pixels that each is drawn with
@@ -69,7 +70,7 @@ def draw_check(path: Path, args: Namespace) -> str:
         if present:
             pictures.draw_legend(figure, classes, present)
     distributed.print0(f"{path}: {len(figure.axes)} training images; look at them")
-    masks.say_void([each for each in targets if each.ndim == 2])
+    say_void([each for each in targets if each.ndim == 2])
     return ""
 
 

@@ -156,8 +156,7 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
         return run
 
     # which main.py calls before there is a Run
-    for name in ("steps_per_epoch", "check_tracker"):
-        vars(make_run)[name] = getattr(ddpkit.Run, name)
+    vars(make_run)["steps_per_epoch"] = ddpkit.Run.steps_per_epoch
     yield main.ddp, "setup", lambda *_: META
     yield torch.distributed, "all_reduce", lambda *_, **__: None
     yield ddpkit, "RunFolder", lambda *_: MagicMock(state=None)

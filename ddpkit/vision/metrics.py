@@ -1,7 +1,7 @@
 """Metrics over all ranks, each as one number that knows whether higher is better."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -21,30 +21,6 @@ class Score(float):
     """A metric's value that knows whether higher ones are better, or None."""
 
     higher_is_better: bool | None = None
-
-
-def parse_best(best: str | Sequence[str]) -> dict[str, bool | None]:
-    """Return the metrics that BEST names, and whether higher is better, if that is said.
-
-    It is one name, or several; after a name there may be "max" or "min".
-    """
-    found: dict[str, bool | None] = {}
-    name = ""
-    for word in [best] if isinstance(best, str) else best:
-        if name and word in ("max", "min"):
-            found[name] = word == "max"
-        else:
-            name = word
-            found[name] = None
-    return found
-
-
-def higher_is_better(name: str, value: object = None) -> bool | None:
-    """Return whether a higher `value` of the column `name` is better; None: nobody says so."""
-    known = getattr(value, "higher_is_better", None)
-    if known is None and name.endswith("loss"):
-        return False
-    return known
 
 
 def directions(
