@@ -43,8 +43,17 @@ from ddpkit.run.progress import progress_line
 from ddpkit.run.states import State
 from ddpkit.run.unsaved import LoopVariables, Unsaved
 
-KINDS = {"parts": dict, "kinds": dict, "resumed_from": str, "ranks": int, "seed": int}
 COUNTS = ("epoch", "done", "step", "global_batch")
+# of what a checkpoint holds
+KINDS = {
+    **dict.fromkeys(COUNTS, int),
+    "parts": dict,
+    "kinds": dict,
+    "resumed_from": str,
+    "ranks": int,
+    "seed": int,
+    "best": float | None,
+}
 TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
 # Turns over which gradients are added up for a step; after more nobody waits for one.
 MOST_ADDED_UP = 1000
@@ -369,7 +378,7 @@ class Checkpoints:
                 self._end_turn(is_last=self.done == length)
                 # before the next batch is read, after which a loader that is a part is further
                 self._keep_before_last(length)
-            if self.phase is not Phase.ALONE and length is None:
+            if self.phase is Phase.STEPS and length is None:
                 self._write()  # there was no telling which step would be the last
 
     @contextlib.contextmanager
@@ -408,18 +417,17 @@ class Checkpoints:
             )
         then = self.saved_sums
         self.saved_sums = {}
-        if not then or not any(
-            distributed.gather_objects(then != self._checksums(then))
-        ):
+        is_changed = then != self._checksums(then)
+        if not then or not any(distributed.gather_objects(is_changed)):
             return
-        if not self.done:
+        if self.done:
+            distributed.print0(
+                f"a scheduler or another part was changed before {self.name}.steps() in an epoch "
+                "that is resumed in its middle, where it has been changed already: do that at the "
+                "end of the loop over epochs"
+            )
+        else:
             self._save_again()
-            return
-        distributed.print0(
-            f"a scheduler or another part was changed before {self.name}.steps() in an epoch that "
-            "is resumed in its middle, where it has been changed already: do that at the end of "
-            "the loop over epochs"
-        )
 
     def _checksums(self, names: Iterable[str]) -> dict[str, int]:
         return states.checksums({name: self.parts[name].state_dict() for name in names})
@@ -695,10 +703,7 @@ def read_own(path: Path | str) -> State:
     """
     state = checkpoint.read_file(path)
     is_right = all(isinstance(state.get(name), kind) for name, kind in KINDS.items())
-    for name in COUNTS:
-        is_right = is_right and isinstance(state.get(name), int) and state[name] >= 0
-    is_right = is_right and isinstance(state.get("best"), float | None)
-    if not is_right:
+    if not is_right or any(state[name] < 0 for name in COUNTS):
         raise Foreign(
             f"{path}: not a checkpoint of ddpkit.Checkpoints: use another one"
         )

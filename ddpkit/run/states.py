@@ -308,14 +308,17 @@ def load_optimizer(
 ) -> None:
     """Give an optimizer, and those within it, what `by_name` has returned."""
     within = inner(optimizer)
-    first = optimizer.param_groups[0]
-    shared = [each for each in within.values() if each.param_groups[0] is first]
+    then = {key: each.param_groups for key, each in within.items()}
+    before = map(id, optimizer.param_groups)
     optimizer.load_state_dict(by_number(saved, optimizer, names, keeps_settings))
+    loaded = dict(zip(before, optimizer.param_groups, strict=True))
     for key, state in saved.get(WITHIN, {}).items():
         if key in within:
             load_optimizer(within[key], state, names, keeps_settings)
-    for each in shared:  # a scheduler of one changes the rates of both, as before
-        each.param_groups = optimizer.param_groups
+    # Settings that they had in common they have in common: a scheduler changes both.
+    for key, each in within.items():
+        pairs = zip(then[key], each.param_groups, strict=True)
+        each.param_groups = [loaded.get(id(old), new) for old, new in pairs]
 
 
 def by_number(

@@ -6,7 +6,7 @@ import copy
 import gc
 import sys
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +63,18 @@ def numbers_around(run: object, saved: list[object]) -> dict[str, object]:
 
     Also those of objects of classes that the project has defined, but for what is `saved`.
     """
-    found: dict[str, object] = {}
+    variables: dict[str, object] = {}
     frame: types.FrameType | None = sys._getframe(1)
     while frame:
         if any(value is run for value in frame.f_locals.values()):
             # and those that it may declare global
-            found = {**frame.f_globals, **frame.f_locals}
+            variables = {**frame.f_globals, **frame.f_locals}
         frame = frame.f_back
-    numbers = {
-        name: value
-        for name, value in found.items()
-        if is_number(value) and name[:2] != "__"  # as __warningregistry__
-    }
-    for name, value in found.items():
-        if is_own(value) and all(value is not part for part in saved):
+    numbers = {}
+    for name, value in variables.items():
+        if is_number(value) and name[:2] != "__":  # as __warningregistry__
+            numbers[name] = value
+        elif is_own(value) and all(value is not part for part in saved):
             for key, each in vars(value).items():
                 if is_number(each):
                     numbers[f"{name}.{key}"] = each
@@ -144,38 +142,32 @@ class Unsaved:
             )
 
     def say_optimizers(self) -> None:
-        """Say which have stepped; and schedulers, if one has not been looked at before."""
-        if self.looked_at < len(self.stepped):
-            self.looked_at = len(self.stepped)
-            for kind in unsaved(self.parts, self.stepped):
-                self._say(kind)
+        """Say which have stepped and are no part, nor in one, when there are new ones; schedulers,
+        too, of these and of the optimizers that are parts.
+        """
+        if self.looked_at == len(self.stepped):
+            return
+        self.looked_at = len(self.stepped)
+        saved: list[Any] = []
+        for part in self.parts.values():
+            saved += with_inner(part)
+        optimizers = [each for each in saved if isinstance(each, Optimizer)]
+        optimizers += map(replicas.bare, self.stepped)
+        training: list[Any] = [*optimizers]
+        for scheduler in alive(LRScheduler):
+            # one that could not be made has none
+            if replicas.bare(getattr(scheduler, "optimizer", None)) in optimizers:
+                training.append(replicas.bare(scheduler))
+        for kind in sorted(
+            {type(each).__name__ for each in training if each not in saved}
+        ):
+            self._say(kind)
 
     def _say(self, what: str) -> None:
         distributed.print0(
             f"warning: {what} is not given to {self.door}(...) by name: its state is in no "
             "checkpoint, and a resumed run goes on without it"
         )
-
-
-def unsaved(parts: states.Parts, stepped: Iterable[Optimizer]) -> list[str]:
-    """Return the classes of optimizers and schedulers that are not among the parts, nor in them.
-
-    The optimizers that have stepped, those of the schedulers that are parts, and all schedulers of
-    these and of the optimizers that are parts.
-    """
-    saved: list[Any] = []
-    for part in parts.values():
-        saved += with_inner(part)
-    optimizers = [each for each in saved if isinstance(each, Optimizer)]
-    optimizers += stepped
-    optimizers += [each.optimizer for each in saved if isinstance(each, LRScheduler)]
-    optimizers = list(map(replicas.bare, optimizers))
-    trained = [*optimizers]
-    for scheduler in alive(LRScheduler):
-        # one that could not be made has none
-        if replicas.bare(getattr(scheduler, "optimizer", None)) in optimizers:
-            trained.append(replicas.bare(scheduler))
-    return sorted({type(each).__name__ for each in trained if each not in saved})
 
 
 def is_average_of(network: nn.Module, parts: states.Parts) -> bool:

@@ -17,7 +17,7 @@ from generated import refusal, wait_for
 import ddpkit
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, protocol
-from ddpkit.run import unsaved
+from ddpkit.run import first_steps, unsaved
 
 SCRIPT = """
 import os, random, signal, sys, time
@@ -334,7 +334,7 @@ def test_parts_that_were_forgotten(capsys: pytest.CaptureFixture) -> None:
     assert forgotten(stepped, net=net, optimizer=optimizer, half=halves[0]) == left
     left = ["AveragedModel", "ConstantLR", "SGD", "SequentialLR"]
     assert forgotten(stepped, net=net, half=halves[0]) == left
-    assert forgotten([], net=net, scheduler=chain) == []  # of no step
+    assert forgotten([], net=net, scheduler=chain) == ["AveragedModel"]
 
 
 class Sharp(torch.optim.Optimizer):
@@ -386,6 +386,20 @@ def test_an_optimizer_within_another(tmp_path: Path) -> None:
     sharpen(tmp_path / "resumed", 2)
     resumed = sharpen(tmp_path / "resumed", 4)
     assert samples.checksum(resumed) == samples.checksum(whole)
+
+
+def test_a_step_of_an_optimizer_within_another(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """It is one of the other: no line says that there was none."""
+    net = torch.nn.Linear(2, 1)
+    optimizer = Sharp(net.parameters(), torch.optim.SGD, lr=0.1)
+    for stepped in [], [optimizer.base_optimizer]:
+        parts = {"model": net, "optimizer": optimizer}
+        watch = first_steps.FirstSteps(parts, optimizer, None, 1, stepped)
+        watch.judge_step(0.0, 1)
+        line = "run.end_step without a step of the optimizer"
+        assert (line in capsys.readouterr().out) != bool(stepped)
 
 
 class Frozen(torch.nn.Sequential):
