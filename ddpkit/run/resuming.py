@@ -43,17 +43,8 @@ from ddpkit.run.progress import progress_line
 from ddpkit.run.states import State
 from ddpkit.run.unsaved import LoopVariables, Unsaved
 
+KINDS = {"parts": dict, "kinds": dict, "resumed_from": str, "ranks": int, "seed": int}
 COUNTS = ("epoch", "done", "step", "global_batch")
-# of what a checkpoint holds
-KINDS = {
-    **dict.fromkeys(COUNTS, int),
-    "parts": dict,
-    "kinds": dict,
-    "resumed_from": str,
-    "ranks": int,
-    "seed": int,
-    "best": float | None,
-}
 TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
 # Turns over which gradients are added up for a step; after more nobody waits for one.
 MOST_ADDED_UP = 1000
@@ -703,7 +694,10 @@ def read_own(path: Path | str) -> State:
     """
     state = checkpoint.read_file(path)
     is_right = all(isinstance(state.get(name), kind) for name, kind in KINDS.items())
-    if not is_right or any(state[name] < 0 for name in COUNTS):
+    for name in COUNTS:
+        is_right = is_right and isinstance(state.get(name), int) and state[name] >= 0
+    is_right = is_right and isinstance(state.get("best"), float | None)
+    if not is_right:
         raise Foreign(
             f"{path}: not a checkpoint of ddpkit.Checkpoints: use another one"
         )
