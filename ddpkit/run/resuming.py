@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -221,8 +221,6 @@ class Checkpoints:
         self.turns = Turns()
         self.variables = LoopVariables(self.name)
         self.unsaved = Unsaved(type(self).__name__, self.parts, self.turns.stepped)
-        # of parts as they were saved, or resumed within an epoch: checksums, until the next steps
-        self.saved_sums: dict[str, int] = {}
         self.later: dict[str, State] = {}  # saved states of parts that are made later
         # of networks, this rank's own: DistributedDataParallel gives all those of rank 0
         self.buffers: dict[str, State] = {}
@@ -236,12 +234,13 @@ class Checkpoints:
         self.trainable_then: int = state.get("trainable", 0)
         folder.open_for_training(is_new=not state)
         states.fill_momenta(self.parts)
-        if self.done:
-            # not of a loader, whose state may begin to read it
-            kinds = (nn.Module, *states.ON_ALL)
-            self.saved_sums = self._checksums(
-                name for name, part in self.parts.items() if isinstance(part, kinds)
-            )
+        self.first_epoch = self.epoch  # of this process
+        # not of a loader, whose state may begin to read it
+        kinds = (nn.Module, *states.ON_ALL)
+        # of parts as they begin, or were saved at the end of an epoch: until the next steps
+        self.saved_sums = self._checksums(
+            name for name, part in self.parts.items() if isinstance(part, kinds)
+        )
 
     @property
     def best(self) -> float | None:
@@ -354,6 +353,7 @@ class Checkpoints:
             states.load_buffers(self.parts[name], buffers)
         self.buffers.clear()
         if self.step == self.first_step:
+            self._say_frozen()
             self.unsaved.begin()
         with self._in_loop():
             rest = begin()
@@ -388,7 +388,8 @@ class Checkpoints:
             with on_signals(self._position) if is_alone else contextlib.nullcontext():
                 yield
                 if is_alone:
-                    self._end_alone()
+                    self._write_step()
+                    go_on()
                     after = Phase.DONE
         finally:
             if self.phase in IN_LOOP:  # not long after, when an iterator is thrown away
@@ -396,40 +397,39 @@ class Checkpoints:
             # what is drawn after the steps
             samples.seed(self.seed, self.epoch, self.share_outside, 1, 0)
 
-    def _keep_changes(self) -> None:
-        """Save anew, or say a line, if parts have changed since they were saved, but by steps."""
+    def _say_frozen(self) -> None:
         frozen = self.trainable_then - self._trainable()
-        self.trainable_then = 0
         if frozen > 0:
             distributed.print0(
                 f"warning: {frozen} weights are frozen that were trained when this run was "
                 "stopped: what unfreezes them in an epoch has to do so, too, when the run resumes "
                 "in a later one (epoch >= N, not ==)"
             )
-        then = self.saved_sums
-        self.saved_sums = {}
-        is_changed = then != self._checksums(then)
-        if not then or not any(distributed.gather_objects(is_changed)):
-            return
-        if self.done:
-            distributed.print0(
-                f"a scheduler or another part was changed before {self.name}.steps() in an epoch "
-                "that is resumed in its middle, where it has been changed already: do that at the "
-                "end of the loop over epochs"
-            )
-        else:
-            self._save_again()
-
-    def _checksums(self, names: Iterable[str]) -> dict[str, int]:
-        return states.checksums({name: self.parts[name].state_dict() for name in names})
 
     def _trainable(self) -> int:
         """Return how many weights of the networks are not frozen."""
-        weights: list[Tensor] = []
-        for part in self.parts.values():
-            if isinstance(part, nn.Module):
-                weights += part.parameters()
-        return sum(weight.requires_grad for weight in weights)
+        return sum(weight.requires_grad for weight in states.names_of(self.parts))
+
+    def _keep_changes(self) -> None:
+        """Save again if parts were changed after an epoch was saved; to call on all ranks.
+
+        What is changed before the first steps, by each start anew, is none: a line says so.
+        """
+        then = self.saved_sums
+        self.saved_sums = {}
+        if not distributed.from_rank_zero(lambda: then != self._checksums(then)):
+            return
+        if self.epoch > self.first_epoch:
+            self._save_again()
+            return
+        distributed.print0(
+            f"warning: a scheduler or another part was changed before {self.name}.steps(), which "
+            "a run that is resumed in that epoch does once more: do that at the end of the loop "
+            f"over epochs, or before {type(self).__name__}(...) is made"
+        )
+
+    def _checksums(self, names: Iterable[str]) -> dict[str, int]:
+        return states.checksums({name: self.parts[name].state_dict() for name in names})
 
     def _keep_before_last(self, length: int | None) -> None:
         """Save before an epoch's last optimizer step: what follows it may take long."""
@@ -438,8 +438,7 @@ class Checkpoints:
         is_to_keep = self.goes_on_after_last and self.phase is Phase.STEPS
         if is_to_keep and is_last and not self._is_between():
             self.phase = Phase.LAST_STEP
-            if self.folder.saved_step != self.step:
-                self._write()
+            self._write_step()
             note_kept(self._position())
 
     def _count(self, before: int) -> None:
@@ -463,11 +462,6 @@ class Checkpoints:
             goes_on = self.goes_on_after_last and is_last
             if not goes_on and not self._is_between():
                 self._leave()
-
-    def _end_alone(self) -> None:
-        if self.folder.saved_step != self.step:
-            self._write()
-        go_on()
 
     def _is_between(self) -> bool:
         """Return whether gradients have been added up that no optimizer step has used yet."""
@@ -523,6 +517,11 @@ class Checkpoints:
     def _write(self) -> None:
         self.is_due = False
         self.folder.add(self._state(), is_best=False)
+
+    def _write_step(self) -> None:
+        """Write it unless this step is saved."""
+        if self.folder.saved_step != self.step:
+            self._write()
 
     def _save_again(self) -> None:
         self._write()
@@ -646,8 +645,7 @@ class Checkpoints:
         return self.reading.rest(batches, self.epoch, self.done, is_resumed=is_resumed)
 
     def _leave(self) -> NoReturn:
-        if self.folder.saved_step != self.step:
-            self._write()
+        self._write_step()
         but = ", with resume auto," if self.folder.resume == "never" else ""
         exit_stopped(f"and saved at {self._position()}; the same command{but} goes on")
 

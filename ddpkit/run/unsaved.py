@@ -111,6 +111,7 @@ class Unsaved:
         self.parts = parts
         self.stepped = stepped
         self.looked_at = 0  # optimizers
+        self.said: set[str] = set()
         # of networks that are no parts, before the first step of this process
         self.at_start: dict[nn.Module, int] = {}
 
@@ -123,11 +124,9 @@ class Unsaved:
         then = self.at_start
         self.at_start = {}
         for network, checksum in states.checksums(other_networks(self.parts)).items():
-            # That of an average may begin in the last epochs.
-            if (
-                is_average_of(network, self.parts)
-                or then.get(network, checksum) != checksum
-            ):
+            # An average of the last epochs has not begun.
+            is_waiting = isinstance(network, AveragedModel) and not network.n_averaged
+            if is_waiting or then.get(network, checksum) != checksum:
                 self._say(f"another network of class {type(network).__name__}")
         strays: set[Tensor] = set()
         for part in self.parts.values():
@@ -142,9 +141,7 @@ class Unsaved:
             )
 
     def say_optimizers(self) -> None:
-        """Say which have stepped and are no part, nor in one, when there are new ones; schedulers,
-        too, of these and of the optimizers that are parts.
-        """
+        """Say which have stepped, when there are new ones; and schedulers of all that train."""
         if self.looked_at == len(self.stepped):
             return
         self.looked_at = len(self.stepped)
@@ -158,25 +155,18 @@ class Unsaved:
             # one that could not be made has none
             if replicas.bare(getattr(scheduler, "optimizer", None)) in optimizers:
                 training.append(replicas.bare(scheduler))
-        for kind in sorted(
-            {type(each).__name__ for each in training if each not in saved}
-        ):
-            self._say(kind)
+        for each in training:
+            if each not in saved:
+                self._say(type(each).__name__)
 
     def _say(self, what: str) -> None:
+        if what in self.said:
+            return
+        self.said.add(what)
         distributed.print0(
             f"warning: {what} is not given to {self.door}(...) by name: its state is in no "
             "checkpoint, and a resumed run goes on without it"
         )
-
-
-def is_average_of(network: nn.Module, parts: states.Parts) -> bool:
-    """Return whether it is an average of a network like one of the parts."""
-    if not isinstance(network, AveragedModel):
-        return False
-    networks = [part for part in parts.values() if isinstance(part, nn.Module)]
-    names = [network.state_dict().keys() for network in networks]
-    return network.module.state_dict().keys() in names
 
 
 def with_inner(part: Any) -> list[Any]:
@@ -201,7 +191,7 @@ def other_networks(parts: states.Parts) -> dict[nn.Module, states.State]:
     for part in parts.values():
         for each in with_inner(part):
             if isinstance(each, nn.Module):
-                saved.update(map(id, each.state_dict(keep_vars=True).values()))
+                saved.update(map(id, [*each.parameters(), *each.buffers()]))
     # one that could not be made has no layers
     modules = [each for each in alive(nn.Module) if "_modules" in vars(each)]
     layers = {id(layer) for module in modules for layer in module.children()}
@@ -210,9 +200,12 @@ def other_networks(parts: states.Parts) -> dict[nn.Module, states.State]:
         if id(module) in layers:
             continue
         with contextlib.suppress(Exception):  # of what a library has as a network
-            state = module.state_dict(keep_vars=True)
-            own = [item for item in state.items() if id(item[1]) not in saved]
-            if own:  # a wrapper of a part has none
+            names = module.state_dict().keys()  # without caches
+            own = []  # a wrapper of a part has none
+            for name, each in (*module.named_parameters(), *module.named_buffers()):
+                if name in names and id(each) not in saved:
+                    own.append((name, each))
+            if own:
                 found[module] = replicas.plain(own)
     return found
 
