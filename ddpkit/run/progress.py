@@ -26,7 +26,7 @@ class Sums:
         self.clear()
 
     def clear(self) -> None:
-        self.rows = collections.defaultdict(self._row)
+        self.rows: dict[str, Tensor] = collections.defaultdict(self._row)
         self.logged = self.rows[LOSS].clone()  # what the log has of the loss
         # what is to be added, in the order of the steps, still on the device
         self.pending: list[tuple[str, Sequence[Tensor | float], float]] = []

@@ -174,13 +174,13 @@ def with_inner(part: Any) -> list[Any]:
     found = [part]
     if isinstance(part, nn.Module):
         return found
-    kind = Optimizer | nn.Module
+    kinds: tuple[type, ...] = (Optimizer, nn.Module)
     held = list(getattr(part, "__dict__", {}).values())
     if isinstance(part, LRScheduler):
-        kind = LRScheduler  # in lists, too; not its optimizer
+        kinds = (LRScheduler,)  # in lists, too; not its optimizer
         held = tree_leaves(held)
     for each in held:
-        if isinstance(each, kind):
+        if isinstance(each, kinds):
             found += with_inner(each)
     return found
 
