@@ -22,7 +22,7 @@ class Sums:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.place = devices.for_sums(device)
+        self.sums_device = devices.for_sums(device)
         self.clear()
 
     def clear(self) -> None:
@@ -32,7 +32,7 @@ class Sums:
         self.pending: list[tuple[str, Sequence[Tensor | float], float]] = []
 
     def _row(self) -> Tensor:
-        return torch.zeros(2, dtype=torch.float64, device=self.place)
+        return torch.zeros(2, dtype=torch.float64, device=self.sums_device)
 
     def add_step(
         self, loss: Tensor | float, count: Tensor | float, named: Mapping[str, Any]
@@ -47,14 +47,14 @@ class Sums:
             pair = value if isinstance(value, Sequence) else (value,)
             self.pending.append((name, pair, 1))
         # To sums on the CPU they go when these are read: a copy in each step would wait.
-        if self.place == self.device:
+        if self.sums_device == self.device:
             self._add_pending()
 
     def _add_pending(self) -> None:
         for name, pair, share in self.pending:
             for column, value in enumerate(pair):
                 if isinstance(value, Tensor):
-                    value = value.detach().to(self.place)
+                    value = value.detach().to(self.sums_device)
                 self.rows[name][column].add_(value, alpha=share)
         self.pending.clear()
 
@@ -77,11 +77,11 @@ class Sums:
 
     def of_all_ranks(self, totals: Tensor) -> dict[str, float]:
         """Return by name the means, and the sums of what has no count; totals: `reduced`."""
-        found = {}
+        values = {}
         for name, (total, count) in zip(self.rows, totals.tolist(), strict=True):
             # class weights may make the count small
-            found[name] = total / count if count else total
-        return found
+            values[name] = total / count if count else total
+        return values
 
     def taken(self, losses: Tensor) -> State:
         """Return what a checkpoint keeps; losses: of all ranks, (ranks, 2)."""

@@ -141,7 +141,7 @@ class Steps:
     def __init__(self, length: int | None, begin: Callable[[], Iterator]) -> None:
         self.length = length
         self.begin = begin
-        self.found: Iterator | None = None  # what next() reads
+        self.begun: Iterator | None = None  # what next() reads
 
     def __len__(self) -> int:
         if self.length is None:
@@ -152,8 +152,8 @@ class Steps:
         return self.begin()
 
     def __next__(self) -> Any:
-        self.found = self.found or self.begin()
-        return next(self.found)
+        self.begun = self.begun or self.begin()
+        return next(self.begun)
 
 
 class Checkpoints:
@@ -257,9 +257,9 @@ class Checkpoints:
             numbers = checkpoints.numbers(best=0.0, bad=0)
             numbers.bad += 1
         """
-        found = Numbers(**first)
-        self._add(NUMBERS, found)
-        return found
+        counted = Numbers(**first)
+        self._add(NUMBERS, counted)
+        return counted
 
     def forever(self, loader: Iterable) -> Forever:
         """Return endless batches of `loader` for next(), whose place is saved and resumed.
@@ -271,9 +271,9 @@ class Checkpoints:
         """
         number = sum(isinstance(part, Forever) for part in self.parts.values())
         read = functools.partial(self.reading.rest, number=number + 1)
-        found = Forever(loader, read)
-        self._add(f"{FOREVER}{number + 1}", found)
-        return found
+        batches = Forever(loader, read)
+        self._add(f"{FOREVER}{number + 1}", batches)
+        return batches
 
     def _add(self, name: str, part: Any) -> None:
         if name in self.parts:
@@ -578,9 +578,9 @@ class Checkpoints:
         """Return where the run goes on in an epoch, of which so many are done of all `steps`."""
         if not done:
             return ""
-        place = "after its last step" if done == steps else f"at step {done + 1}"
+        where = "after its last step" if done == steps else f"at step {done + 1}"
         return (
-            f"; goes on {place}, where variables of the loop begin anew, but for "
+            f"; goes on {where}, where variables of the loop begin anew, but for "
             f"{self.name}.numbers(...)"
         )
 
@@ -591,20 +591,20 @@ class Checkpoints:
         """
         # of version 2, whose steps drew by rank whatever the seeds
         self.draws_by_rank = state.get("draws_by_rank", True)
-        found = dict(saved)
+        mine = dict(saved)
         for name, each in state.get("of_ranks", {}).items():
             is_network = isinstance(self.parts.get(name), nn.Module)
             if len(each) == distributed.world_size():
-                (self.buffers if is_network else found)[name] = each[distributed.rank()]
+                (self.buffers if is_network else mine)[name] = each[distributed.rank()]
             elif not is_network:
                 raise UserError(
                     f"{state['path']}: {name} had a state of its own on each of {len(each)} ranks: "
                     f"resume on as many; {TO_UNDO}"
                 )
-        for name in list(found):
+        for name in list(mine):
             if is_later(name) and name not in self.parts:
-                self.later[name] = found.pop(name)
-        return found
+                self.later[name] = mine.pop(name)
+        return mine
 
     def _compare_names(self, path: str, then: Iterable[str]) -> None:
         """Raise a UserError if a part may have been renamed; say which are no parts any more."""

@@ -171,9 +171,9 @@ class Unsaved:
 
 def with_inner(part: Any) -> list[Any]:
     """Return a part, and what it holds of which it saves the state, as SequentialLR does."""
-    found = [part]
+    saved = [part]
     if isinstance(part, nn.Module):
-        return found
+        return saved
     kinds: tuple[type, ...] = (Optimizer, nn.Module)
     held = list(getattr(part, "__dict__", {}).values())
     if isinstance(part, LRScheduler):
@@ -181,8 +181,8 @@ def with_inner(part: Any) -> list[Any]:
         held = tree_leaves(held)
     for each in held:
         if isinstance(each, kinds):
-            found += with_inner(each)
-    return found
+            saved += with_inner(each)
+    return saved
 
 
 def other_networks(parts: states.Parts) -> dict[nn.Module, states.State]:
@@ -195,7 +195,7 @@ def other_networks(parts: states.Parts) -> dict[nn.Module, states.State]:
     # one that could not be made has no layers
     modules = [each for each in alive(nn.Module) if "_modules" in vars(each)]
     layers = {id(layer) for module in modules for layer in module.children()}
-    found = {}
+    others = {}
     for module in modules:
         if id(module) in layers:
             continue
@@ -206,8 +206,8 @@ def other_networks(parts: states.Parts) -> dict[nn.Module, states.State]:
                 if name in names and id(each) not in saved:
                     own.append((name, each))
             if own:
-                found[module] = replicas.plain(own)
-    return found
+                others[module] = replicas.plain(own)
+    return others
 
 
 def alive(kind: type) -> list:
