@@ -51,6 +51,7 @@ class LoopVariables:
                 changed.append(name)
         if changed:
             self.is_said = True
+            changed.sort(key=lambda name: "." in name)  # attributes come last
             distributed.print0(
                 f"warning: {', '.join(changed)} changed with the epoch: in no checkpoint, so that "
                 "a resumed run starts with the first value; keep it as an attribute of "
