@@ -354,7 +354,7 @@ class Checkpoints:
         self.buffers.clear()
         if self.step == self.first_step:
             self._say_frozen()
-            self.unsaved.begin()
+            self.unsaved.note_networks()
         with self._in_loop():
             rest = begin()
             self._keep_before_last(length)

@@ -116,7 +116,7 @@ class Unsaved:
         # of networks that are no parts, before the first step of this process
         self.at_start: dict[nn.Module, int] = {}
 
-    def begin(self) -> None:
+    def note_networks(self) -> None:
         """Note, before the first step, what networks hold that are not among the parts."""
         self.at_start = states.checksums(other_networks(self.parts))
 

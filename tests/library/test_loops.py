@@ -318,7 +318,7 @@ def test_parts_that_were_forgotten(capsys: pytest.CaptureFixture) -> None:
 
     def forgotten(stepped: list, **parts: object) -> list[str]:
         watch = unsaved.Unsaved("Run", parts, stepped)
-        watch.begin()
+        watch.note_networks()
         watch.say_networks()
         watch.say_optimizers()
         out = capsys.readouterr().out
@@ -447,9 +447,12 @@ def test_a_teacher_made_by_hand(
     assert out.count("warning") == (not is_given)
 
 
-class Unsavable(Placed):
+class Unsavable:
     def state_dict(self) -> dict[str, object]:
         return {"at": self}
+
+    def load_state_dict(self, saved: dict) -> None:
+        pass
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
