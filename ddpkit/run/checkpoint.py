@@ -1,5 +1,6 @@
 """Checkpoints: files of plain types that `torch.load(path, weights_only=True)` reads."""
 
+import contextlib
 import errno
 import math
 import os
@@ -8,7 +9,7 @@ import re
 import stat
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 
 from ddpkit import files
 from ddpkit.data.format import Format
-from ddpkit.errors import DiskError, LineError, UserError, clip, shorten
+from ddpkit.errors import DiskError, LineError, UserError, shorten
 from ddpkit.run import states
 from ddpkit.run.flags import OF_A_START
-from ddpkit.run.states import MISFITS, PLAIN, State
+from ddpkit.run.states import PLAIN, State
 
 ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 
+ANOTHER = "use the model.py, and the flags, of its run"
 OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
 # As torch says it
 NO_MEMORY = re.compile("bad_?alloc|alloc_cpu|can't allocate memory|out of memory", re.I)
@@ -73,6 +75,14 @@ def write_file(path: Path, state: State) -> None:
     except RuntimeError as error:
         raise said_by_disk(error) from None
     files.sync(path)  # a disk may say only now that it is full
+
+
+@contextlib.contextmanager
+def writing(path: Path, state: State) -> Iterator[None]:
+    """Save `state` as `path`, whole or not at all; the block comes before it has that name."""
+    with files.writing(path) as tmp_path:
+        files.retried(path, write_file, tmp_path, state)
+        yield
 
 
 def said_by_disk(error: Exception) -> BaseException:
@@ -238,22 +248,22 @@ def is_alike(then: object, now: object) -> bool:
     return then == now
 
 
-def load_weights(model: nn.Module, state: State, remedy: str = "") -> None:
+def to_undo(state: State, classes: Sequence[str], flags: Mapping[str, object]) -> str:
+    """Return what to do if the checkpoint `state` does not fit, with the flags that have changed.
+
+    Raises a UserError if it is of other `classes` than those of the data.
+    """
+    path = state["path"]
+    check_classes(path, state["classes"], classes)
+    changed = changes(state["args"], flags)
+    such = f", such as {changed}" if changed else ""
+    return f"undo what has changed{such}, or {keep_weights(path)}"
+
+
+def load_weights(model: nn.Module, state: State, remedy: str = ANOTHER) -> None:
     """Copy the checkpoint's weights into `model`, or raise a UserError with the `remedy`."""
-    try:
+    with states.fitting(state["path"], "what model.py builds", remedy):
         states.load_module(model, state["model"])
-    except MISFITS as error:
-        heading, _, rest = str(error).partition("\n")  # of torch's
-        reason = clip(rest.partition("\n")[0] or heading, 200)
-        if {f"net.{name}" for name in model.state_dict()} == state["model"].keys():
-            remedy = (
-                "wrap the network in version 1's class Logits (docs/migration.md), or "
-                f"{keep_weights(state['path'])}"
-            )
-        line = f"{state['path']} does not fit what model.py builds"
-        if remedy:
-            line += f": {remedy}"
-        raise UserError(f"{line} ({reason})") from None
 
 
 def to_plain(value: object) -> Any:
@@ -262,9 +272,7 @@ def to_plain(value: object) -> Any:
         return {to_plain(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(to_plain, value))
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, np.generic):
+    if isinstance(value, Tensor | np.generic) and math.prod(value.shape) == 1:
         value = value.item()
     if isinstance(value, float):
         value = float(value)  # of a Score

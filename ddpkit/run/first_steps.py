@@ -214,8 +214,10 @@ class LateChanges:
         """Return on rank 0 what tells whether a part has changed."""
         if not distributed.is_rank_zero():
             return {}
-        found = {name: part.state_dict() for name, part in self.parts.items()}
-        return states.checksums(found)
+        return {
+            name: states.checksum(part.state_dict())
+            for name, part in self.parts.items()
+        }
 
 
 def say_void(targets: Sequence[Tensor]) -> None:

@@ -207,10 +207,9 @@ class Checkpoints:
             folder = RunFolder(folder, resume, read_own)
             folder.find_checkpoint()
         self.folder = folder
-        state = folder.take_state([*self.parts, "parts"])
-        if state:
-            self._load(state)
-        folder.open_for_training(is_new=not state)
+        if folder.state:
+            self._load(folder.state)
+        folder.open_for_training([*self.parts, "parts"])
         states.fill_momenta(self.parts)
 
     @property
@@ -321,7 +320,7 @@ class Checkpoints:
         for network in networks:
             replicas.prepare_network(network)
         for name, buffers in self.buffers.items():
-            states.load_buffers(self.parts[name], buffers)
+            states.load_module(self.parts[name], buffers, strict=False)
         self.buffers.clear()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._in_loop())
@@ -492,13 +491,7 @@ class Checkpoints:
             )
         saved = self._own_states(state, state["parts"])
         self._compare_names(path, saved.keys())
-        names = states.names_of(self.parts)
-        for name, part in self.parts.items():
-            if states.is_missing(name, saved, path):
-                continue
-            with states.fitting(path, name, TO_UNDO):
-                kind = state["kinds"].get(name)
-                states.load_part(name, part, saved[name], kind, names)
+        states.load_states(saved, self.parts, state, TO_UNDO)
         self.epoch = state["epoch"]
         self.step = self.first_step = state["step"]
         self.done = state["done"]
