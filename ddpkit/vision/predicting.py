@@ -87,7 +87,7 @@ class Predictor:
         output: Path | None = None,
     ) -> None:
         self.device = devices.kind()
-        opened = checkpoint.open_model(path, build_model, parse_args, self.device)
+        opened = open_model(path, build_model, parse_args, self.device)
         self.model, self.classes, self.args, format = opened
         self.found = folders.collect(inputs, output)
         paths = [Path(each) for each in inputs]

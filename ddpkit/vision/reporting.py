@@ -136,6 +136,7 @@ class Reporter:
         recorded = distributed.from_rank_zero(recorded_epochs, self.folder)
         is_complete = min(epoch, recorded) >= self.epochs
         self._begin(epoch, step, rows, device, active=not is_complete)
+        self.steps.begin_epoch()
         return is_complete
 
     @staticmethod

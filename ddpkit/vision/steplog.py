@@ -108,13 +108,8 @@ class StepLog:
         self.pending: list[Entry] = []
         # run.writer.add_scalar("mine", value, run.step + 1), on all ranks
         self.writer = Board(folder / STEPS, self._open_board, self.active)
-        self.begin_epoch()
-        # TensorBoard reads one file after the other, and at the mark in this one it
-        # drops what the files before have of later steps: it has to come before any
-        # that is opened from here on.
         self.drops_later = any((folder / STEPS).glob(EVENTS))
-        if self.drops_later:
-            self.writer.get_logdir()  # which opens it
+        self._clear()
 
     def _open_board(self, folder: Path) -> "SummaryWriter":
         began = time.monotonic()
@@ -132,6 +127,14 @@ class StepLog:
 
     def begin_epoch(self, bar: tqdm | None = None) -> None:
         """Begin an epoch, or its rest. bar: what shows the numbers if there is a terminal."""
+        self._clear(bar)
+        # TensorBoard reads one file after the other, and at the mark in this one it
+        # drops what the files before have of later steps: it has to come before any
+        # that is opened from here on.
+        if self.drops_later:
+            self.writer.get_logdir()  # which opens it
+
+    def _clear(self, bar: tqdm | None = None) -> None:
         self.bar = None if bar is None or bar.disable else bar
         self.images = 0  # of all ranks, since the last entry
         self.since = time.monotonic()

@@ -26,6 +26,7 @@ import ddpkit
 from ddpkit.ranks import distributed, failures, replicas, stopping
 from ddpkit.run import checkpoint
 from ddpkit.run import outputs as of_networks
+from ddpkit.run.best import higher_is_better, parse_best
 from ddpkit.vision import metrics
 
 CPU = torch.device("cpu")
@@ -144,10 +145,10 @@ def each(*values: float, name: str, is_higher: bool | None = None) -> Results:
 
 def test_what_best_says() -> None:
     """Names, each with a direction if one follows."""
-    assert metrics.parse_best("max") == {"max": None}
-    assert metrics.parse_best(("top1", "map")) == {"top1": None, "map": None}
-    assert metrics.parse_best(("mae", "min")) == {"mae": False}
-    assert metrics.parse_best(["a", "max", "b", "c", "min"]) == {
+    assert parse_best("max") == {"max": None}
+    assert parse_best(("top1", "map")) == {"top1": None, "map": None}
+    assert parse_best(("mae", "min")) == {"mae": False}
+    assert parse_best(["a", "max", "b", "c", "min"]) == {
         "a": True,
         "b": None,
         "c": False,
@@ -171,16 +172,14 @@ def test_what_metrics_say() -> None:
     whole = torchmetrics.MetricCollection(collection, prefix="val_")
     whole.update(torch.eye(3), torch.arange(3))
     found, _ = metrics.compute_metrics(whole)
-    said = {
-        name: metrics.higher_is_better(name, value) for name, value in found.items()
-    }
+    said = {name: higher_is_better(name, value) for name, value in found.items()}
     higher = {"val_top1", "val_more_f1", "val_of_x", "val_of_y", "val_of_z"}
     others = {"val_error": False, "val_cost": None}
     assert said == dict.fromkeys(higher, True) | others
     assert json.dumps(found["val_top1"]) == "1.0"
-    assert metrics.higher_is_better("val_loss") is False
-    assert metrics.higher_is_better("val_loss", 1 - found["val_top1"]) is False
-    assert metrics.higher_is_better("top1", 0.5) is None
+    assert higher_is_better("val_loss") is False
+    assert higher_is_better("val_loss", 1 - found["val_top1"]) is False
+    assert higher_is_better("top1", 0.5) is None
 
 
 LOWER = {  # BEST, the name of the column, what its metric says
@@ -644,7 +643,7 @@ def test_a_compiled_network(tmp_path: Path) -> None:
         return torch.compile(nn.Sequential(nn.Flatten(), nn.Linear(12, 2)))
 
     flags = SimpleNamespace()
-    opened = checkpoint.open_model(tmp_path / "last.pt", build, lambda *_: flags, CPU)
+    opened = ddpkit.open_model(tmp_path / "last.pt", build, lambda *_: flags, CPU)
     assert torch.equal(opened[0][1].weight, state["model"]["1.weight"])
 
 

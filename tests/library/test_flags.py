@@ -128,7 +128,7 @@ def test_a_checkpoint_of_the_other_task(project, trained, tmp_path):
     def check() -> None:
         import torch
 
-        from ddpkit.run.checkpoint import open_model
+        from ddpkit.vision.predicting import open_model
         from flags import parse_args
         from model import build_model
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_the_other_task(project, trained, tmp_path):
         opened()
         state["args"] = dict.fromkeys(names)
         torch.save(state, file)
-        with refusal("checkpoint.open_model", file, f"of a {other} project"):
+        with refusal("predicting.open_model", file, f"of a {other} project"):
             opened()
 
     project.here(check).ok()

@@ -75,7 +75,7 @@ def train(
         criterion=criterion,
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 1.0),
-        report=ddpkit.Reporter(tmp_path, 1, CLASSES),
+        report=ddpkit.Reporter(folder.path, 1, CLASSES),
         accumulate=accumulate,
         best="val_loss",
         **extra,

@@ -103,6 +103,7 @@ def test_resume(tmp_path: Path) -> None:
         (6, 8),
     ):
         log = StepLog(tmp_path, CPU, every=1, first_step=first)
+        log.begin_epoch()
         beside = SummaryWriter(str(tmp_path / "steps"))
         for step in range(first + 1, last + 1):
             take(log, range(step, step + 1))

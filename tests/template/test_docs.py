@@ -64,7 +64,8 @@ def flags_of(script: str, task: str) -> set[str]:
         "main.py": (folder / "flags.py",),
         "predict.py": (folder / "predict.py",),
         "ddpkit where": (kit / "__main__.py",),
-    }.get(script) or (kit / "tools" / f"{script.split()[-1]}.py",)
+        "ddpkit convert": (kit / "convert/command.py",),
+    }.get(script) or (kit / "vision/tools" / f"{script.split()[-1]}.py",)
     text = "\n".join(file.read_text() for file in files)
     return {"--help", "--debug", "--debug-rank", *FLAG.findall(text)}
 

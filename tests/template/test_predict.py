@@ -141,12 +141,12 @@ def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -
     assert [path.name for path in out.iterdir()] == ["model.onnx"]
 
     def use() -> None:
+        import ddpkit
         import model
         from ddpkit.data import normalizing
-        from ddpkit.run import checkpoint
         from flags import parse_args
 
-        opened = checkpoint.open_model(
+        opened = ddpkit.open_model(
             best, model.build_model, parse_args, torch.device("cpu")
         )
         net, classes, args, _ = opened

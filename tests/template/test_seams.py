@@ -514,7 +514,7 @@ def test_heatmap(
 
     def compare() -> None:
         import predict
-        from ddpkit.run.checkpoint import open_model
+        from ddpkit.vision.predicting import open_model
 
         net, _, args, _ = open_model(
             best, predict.build_model, predict.parse_args, "cpu"

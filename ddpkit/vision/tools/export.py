@@ -30,9 +30,9 @@ from ddpkit.data.format import Format
 from ddpkit.data.samples import Key, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
-from ddpkit.run import checkpoint
 from ddpkit.run.flags import Parser
 from ddpkit.run.outputs import to_logits
+from ddpkit.vision.predicting import open_model
 
 TOLERANCE = 1e-3  # how far logits may differ, as a share of the largest (at least 1)
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def parse_args(words: Sequence[str], then: Mapping[str, object]) -> Namespace:
         return process.own("flags").parse_args(words, {**then, **now})
 
-    model, classes, args, format = checkpoint.open_model(
+    model, classes, args, format = open_model(
         given.checkpoint, own.build_model, parse_args, CPU
     )
     used = vars(args)
