@@ -312,7 +312,8 @@ def fitted_moments(values: State, weight: Tensor, optimizer: Optimizer) -> State
     """
     sized = MOMENTS if "fused" in optimizer.defaults else set()
     if "betas" in optimizer.defaults:
-        values = {**dict.fromkeys(sized & OF_ADAM), **values}
+        missing = OF_ADAM - values.keys()
+        values = values | dict.fromkeys(sized & missing)
     found = {}
     for key, value in values.items():
         is_none_yet = key == "momentum_buffer" and value is None
