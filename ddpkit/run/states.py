@@ -49,6 +49,7 @@ ALIKE: tuple = (dict, (list, tuple), str, (bool, int, float, Tensor))
 # what has to be the same on all ranks
 ON_ALL = (Optimizer, LRScheduler, torch.amp.GradScaler)
 COMPILED = "_orig_mod."  # in names of weights, by torch.compile
+WITHIN = "within"  # an optimizer's state: those of the optimizers that it has
 
 
 # Of the parts, as a checkpoint holds them.
@@ -109,7 +110,10 @@ def names_of(parts: Parts) -> dict[Tensor, str]:
 
 
 def by_name(optimizer: Optimizer, names: Names) -> State:
-    """Return an optimizer's state_dict() with the names of weights in place of their numbers."""
+    """Return an optimizer's state_dict() with the names of weights in place of their numbers.
+
+    Also of those within it, such as SAM's, which have settings of their own or the same ones.
+    """
     known = []
     for number, weight in enumerate(weights_of(optimizer)):
         known.append(names.get(weight, f"{number} {tuple(weight.shape)}"))
@@ -118,7 +122,14 @@ def by_name(optimizer: Optimizer, names: Names) -> State:
     groups = []
     for group in state["param_groups"]:
         groups.append({**group, "params": [known[i] for i in group["params"]]})
-    return {**state, "state": moments, "param_groups": groups}
+    within = {key: by_name(each, names) for key, each in inner(optimizer).items()}
+    return {**state, "state": moments, "param_groups": groups, WITHIN: within}
+
+
+def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that are attributes of another one, by name, as SAM has one."""
+    found = vars(optimizer).items()
+    return {key: each for key, each in found if isinstance(each, Optimizer)}
 
 
 def kinds(parts: Parts) -> dict[str, str]:
@@ -151,9 +162,7 @@ def compare_ranks(parts: Parts, taken: State) -> dict[str, list[State]]:
             others[name] = {
                 key: each for key, each in taken[name].items() if key not in known
             }
-    ranks = distributed.gather_objects(
-        {name: checksum(each) for name, each in others.items()}
-    )
+    ranks = distributed.gather_objects(checksums(others))
     own = {}
     for name, part in parts.items():
         if len({each[name] for each in ranks}) == 1:
@@ -168,14 +177,17 @@ def compare_ranks(parts: Parts, taken: State) -> dict[str, list[State]]:
     return own
 
 
-def checksum(state: object) -> int:
-    """Return a number for a state; it reads the device once."""
-    tensors = []
-    others = []
-    for leaf in leaves_of(state):
-        (tensors if isinstance(leaf, Tensor) else others).append(leaf)
-    whole = [*others, *replicas.bit_sums(tensors)]
-    return zlib.crc32(repr(whole).encode())
+def checksums(values: Mapping[Any, object]) -> dict[Any, int]:
+    """Return for each of the `values`, such as states, a number; one read of the device each."""
+    found = {}
+    for name, value in values.items():
+        tensors = []
+        others = []
+        for leaf in leaves_of(value):
+            (tensors if isinstance(leaf, Tensor) else others).append(leaf)
+        whole = [*others, *replicas.bit_sums(tensors)]
+        found[name] = zlib.crc32(repr(whole).encode())
+    return found
 
 
 # Loaded from a checkpoint.
@@ -219,7 +231,7 @@ def load_states(
                 load_module(part, state)
             elif isinstance(part, Optimizer):
                 keeps_settings = by_flags and name == "optimizer"
-                part.load_state_dict(fitted(state, part, names, keeps_settings))
+                load_optimizer(part, state, names, keeps_settings)
             elif state:  # it has none of a GradScaler that was off
                 part.load_state_dict(state)
 
@@ -266,6 +278,21 @@ def follow(scheduler: LambdaLR, step: int) -> None:
     before = {"last_epoch": step - 1, "_step_count": step}
     scheduler.load_state_dict({**scheduler.state_dict(), **before})
     scheduler.step()
+
+
+def load_optimizer(
+    optimizer: Optimizer, saved: State, names: Names, keeps_settings: bool
+) -> None:
+    """Give an optimizer, and those within it, what `by_name` has returned."""
+    within = inner(optimizer)
+    first = optimizer.param_groups[0]
+    shared = [each for each in within.values() if each.param_groups[0] is first]
+    optimizer.load_state_dict(fitted(saved, optimizer, names, keeps_settings))
+    for key, state in saved.get(WITHIN, {}).items():
+        if key in within:
+            load_optimizer(within[key], state, names, keeps_settings)
+    for each in shared:  # a scheduler of one changes the rates of both, as before
+        each.param_groups = optimizer.param_groups
 
 
 def fitted(
