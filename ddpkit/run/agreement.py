@@ -57,10 +57,8 @@ def code() -> dict[str, int]:
     found = {}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "")
-        if path.name not in names:  # most are not: to resolve them all takes long
-            continue
-        path = path.resolve()
-        if path.parent == root:
+        # most are of libraries: to resolve them all takes long
+        if path.name in names and path.resolve().parent == root:
             found[path.name] = zlib.crc32(path.read_bytes())
     library = sorted(FOLDER.rglob("*.py"))
     found["ddpkit"] = zlib.crc32(b"".join(path.read_bytes() for path in library))

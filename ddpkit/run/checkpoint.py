@@ -8,8 +8,7 @@ import pickle
 import re
 import stat
 import zipfile
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,8 +22,6 @@ from ddpkit.errors import DiskError, LineError, UserError, shorten
 from ddpkit.run import states
 from ddpkit.run.flags import OF_A_START
 from ddpkit.run.states import PLAIN, State
-
-ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 
 ANOTHER = "use the model.py, and the flags, of its run"
 OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
@@ -115,19 +112,7 @@ def read(
 ) -> State:
     """Return the checkpoint at `path`, tensors on the CPU."""
     state = read_file(path)
-    missing = sorted({*keys, "channels"} - state.keys())
-    if missing:
-        raise Foreign(
-            f"{path}: not a checkpoint of this project ({', '.join(missing)} missing): use "
-            "last.pt, best.pt, or a copy of one of them"
-        )
-    for name in sorted(KINDS.keys() & state.keys()):
-        if not is_possible(name, state[name]):
-            value = f"{name} is {state[name]!r:.60}"
-            raise Foreign(f"{path}: not a checkpoint of this project ({value})")
-    if state.get("seen", 0) > state.get("images", math.inf):
-        line = f"{state['seen']} images seen of {state['images']}"
-        raise Foreign(f"{path}: not a checkpoint of this project ({line})")
+    check_entries(path, state, {*keys, "channels"}, KINDS)
     unknown = state["format"].keys() - Format.__dataclass_fields__.keys()
     if unknown:
         names = [str(name) for name in unknown]
@@ -135,13 +120,34 @@ def read(
     return {**state, "path": str(path)}
 
 
-def is_possible(name: str, value: object) -> bool:
+def check_entries(
+    path: Path | str,
+    state: State,
+    needed: Iterable[str],
+    kinds: Mapping[str, Any],
+    whose: str = "this project",
+) -> None:
+    """Raise Foreign unless a checkpoint has what is `needed`, and all of it is of its kind."""
+    wrong = [f"no {name}" for name in sorted({*needed} - state.keys())]
+    for name in kinds.keys() & state.keys():
+        if not is_possible(name, state, kinds[name]):
+            wrong.append(f"{name} is {state[name]!r:.60}")
+    if wrong:
+        raise Foreign(
+            f"{path}: not a checkpoint of {whose} ({shorten(wrong)}): use last.pt, best.pt, or a "
+            "copy of one of them"
+        )
+
+
+def is_possible(name: str, state: State, kind: Any) -> bool:
     """Return whether it may be what a checkpoint holds by that name."""
-    kind = KINDS[name]
+    value = state[name]
     if not isinstance(value, kind):
         return False
     if kind is int:
-        return value >= (name == "global_batch")  # of 1 image or more; others of 0
+        least = 1 if name == "global_batch" else 0
+        most = state.get("images", value) if name == "seen" else value  # of an epoch
+        return least <= value <= most
     if name in OF_ROWS:
         return all(isinstance(row, OF_ROWS[name]) for row in value)
     return True
@@ -217,17 +223,14 @@ def check_format(state: State, format: Format) -> None:
     if "format" not in state:
         return
     then = Format(**state["format"])
-    for name in "channels", "value_range":
-        before, now = to_plain(getattr(then, name)), to_plain(getattr(format, name))
+    for name in ("channels", "value_range", "statistics"):
+        before = to_plain(getattr(then, name))
+        now = to_plain(getattr(format, name))
         if before != now:
-            line = f"{state['path']} was trained with {name} {before} in data.json, not {now}"
-            raise UserError(f"{line}: use the same data.json, or train anew with it")
-    if then.statistics != format.statistics:
-        raise UserError(
-            f"{state['path']} was trained with mean and std {then.statistics}, not "
-            f"{format.statistics}: correct data.json, or MEAN and STD in dataset.py, or train anew "
-            "with them"
-        )
+            raise UserError(
+                f"{state['path']} was trained with {name} {before}, not {now}: correct data.json, "
+                "or MEAN and STD in dataset.py, or train anew with them"
+            )
 
 
 def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:

@@ -228,29 +228,34 @@ class RunFolder:
         remove_images(self.path)
         return None
 
-    def add(self, state: State, is_best: bool, keeps_images: bool = False) -> None:
-        """Save last.pt, and best.pt; the old last.pt becomes last-1.pt.
+    def add(
+        self,
+        state: State,
+        is_best: bool = False,
+        is_last: bool = True,
+        keeps_images: bool = False,
+    ) -> None:
+        """Save last.pt, or best.pt, or both; the old last.pt becomes last-1.pt.
 
         But for one of the same step, which the new one replaces: it has the same weights. All ranks
         have to call it, and wait for rank 0 however long its disk needs.
 
         keeps_images: those of best.pt, which has the same weights as before.
         """
-        # best.pt comes first: when last.pt records a new best score, best.pt has it
-        # already.
-        if is_best:
-            self.add_best(state, keeps_images)
-        distributed.await_rank_zero(self._write_last, state)
-        self.saved_step = state["step"]
 
-    def add_best(self, state: State, keeps_images: bool = False) -> None:
-        """Save best.pt alone: last.pt follows once the epoch has ended."""
-        distributed.await_rank_zero(self._write_best, state, keeps_images)
+        def write() -> None:
+            # best.pt comes first: when last.pt records a new best score, best.pt has it
+            # already.
+            if is_best:
+                with checkpoint.writing(self.path / BEST, state):
+                    if not keeps_images:
+                        remove_images(self.path)
+            if is_last:
+                self._write_last(state)
 
-    def _write_best(self, state: State, keeps_images: bool) -> None:
-        with checkpoint.writing(self.path / BEST, state):
-            if not keeps_images:
-                remove_images(self.path)
+        distributed.await_rank_zero(write)
+        if is_last:
+            self.saved_step = state["step"]
 
     def _write_last(self, state: State) -> None:
         last, older = (self.path / name for name in SAVES)

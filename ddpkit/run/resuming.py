@@ -37,15 +37,24 @@ from ddpkit.ranks.stopping import (
     on_signals,
 )
 from ddpkit.run import checkpoint, states
-from ddpkit.run.checkpoint import Foreign
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import progress_line
 from ddpkit.run.states import State
 from ddpkit.run.unsaved import Changes, LoopVariables, Unsaved
 
 END = object()  # of an iterator
-KINDS = {"parts": dict, "kinds": dict, "resumed_from": str, "ranks": int, "seed": int}
-COUNTS = ("epoch", "done", "step", "global_batch")
+KINDS = {  # of what a checkpoint holds; integers are not negative
+    "parts": dict,
+    "kinds": dict,
+    "resumed_from": str,
+    "ranks": int,
+    "seed": (int,),
+    "epoch": int,
+    "done": int,
+    "step": int,
+    "global_batch": (int,),
+    "best": (float, type(None)),
+}
 TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
 # Turns over which gradients are added up for a step; after more nobody waits for one.
 MOST_ADDED_UP = 1000
@@ -507,13 +516,14 @@ class Checkpoints:
         if not is_better or math.isnan(score):
             return False
         self.best_score = score
-        self.folder.add_best(self._state(is_inside=self.phase not in self.settled))
+        state = self._state(is_inside=self.phase not in self.settled)
+        self.folder.add(state, is_best=True, is_last=False)
         self.save()
         return True
 
     def _write(self) -> None:
         self.is_due = False
-        self.folder.add(self._state(), is_best=False)
+        self.folder.add(self._state())
 
     def _save_again(self) -> None:
         self._write()
@@ -678,14 +688,7 @@ def read_own(path: Path | str) -> State:
     Raises a UserError if it cannot be read, or is none of Checkpoints.
     """
     state = checkpoint.read_file(path)
-    is_right = all(isinstance(state.get(name), kind) for name, kind in KINDS.items())
-    for name in COUNTS:
-        is_right = is_right and isinstance(state.get(name), int) and state[name] >= 0
-    is_right = is_right and isinstance(state.get("best"), float | None)
-    if not is_right:
-        raise Foreign(
-            f"{path}: not a checkpoint of ddpkit.Checkpoints: use another one"
-        )
+    checkpoint.check_entries(path, state, KINDS, KINDS, "ddpkit.Checkpoints")
     return {**state, "path": str(path)}
 
 

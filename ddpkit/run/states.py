@@ -308,9 +308,8 @@ def fitted(
     then = saved["param_groups"]
     members = [set(group["params"]) for group in now]
     if members != [set(group["params"]) for group in then]:
-        had = " + ".join(str(len(group["params"])) for group in then)
-        have = " + ".join(map(str, map(len, members)))
-        raise ValueError(f"groups had {had} weights and have {have}, or others")
+        counts = f"{sizes(then)} weights and have {sizes(now)}"
+        raise ValueError(f"groups had {counts}, or others")
     check_alike("param_groups", now, then)
     groups = []
     for old, group in zip(then, now, strict=True):
@@ -329,6 +328,10 @@ def fitted(
         line = f"the saved optimizer has no state of {shorten(without)}, as of frozen weights"
         distributed.print0(f"{line}: it starts there anew")
     return {**saved, "state": moments, "param_groups": groups}
+
+
+def sizes(groups: list[State]) -> str:
+    return " + ".join(str(len(group["params"])) for group in groups)
 
 
 def fitted_moments(values: State, weight: Tensor, optimizer: Optimizer) -> State:

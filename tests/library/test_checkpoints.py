@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -106,6 +107,22 @@ def test_disks_of_their_own(tmp_path: Path) -> None:
             assert found["epoch"] == 2
 
         find()
+
+
+@on_ranks(2, group=False)
+def test_a_save_that_takes_longer_than_collectives(tmp_path: Path) -> None:
+    """The other ranks wait for it, whatever their time-out."""
+    distributed.setup(timeout=2)
+    write = checkpoint.write_file
+
+    def write_slowly(path: Path, state: dict) -> None:
+        time.sleep(3)
+        write(path, state)
+
+    checkpoint.write_file = write_slowly
+    save(tmp_path, 1, is_best=True)
+    assert distributed.reduce_tensor(torch.ones(1)) == 2
+    assert {"best.pt", "last.pt"} <= set(contents(tmp_path))
 
 
 def test_killed_within_a_save(tmp_path: Path) -> None:
@@ -312,7 +329,8 @@ def legacy(_: bytes, cut: int = 60) -> bytes:
 def test_what_no_run_writes(entries: dict, tmp_path: Path) -> None:
     torch.save(whole(**entries), tmp_path / "last.pt")
     (name,) = entries
-    with refusal("checkpoint.read", tmp_path / "last.pt", name):
+    code = "checkpoint.read" if name == "format" else "checkpoint.check_entries"
+    with refusal(code, tmp_path / "last.pt", name):
         RunFolder(tmp_path)._search()
 
 
@@ -453,7 +471,7 @@ def test_a_checkpoint_of_version_1() -> None:
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     for content, code, word in [
-        ({"weights": 1}, "checkpoint.read", "args"),
+        ({"weights": 1}, "checkpoint.check_entries", "args"),
         ([1], "checkpoint.read_file", "list"),
         ({"path": Path()}, "checkpoint.unreadable", "plain types"),
     ]:
