@@ -73,18 +73,18 @@ class Best:
 
     def _search(self, epoch: int) -> None:
         """Take the score of best.pt, if that is the best of this name on these images."""
-        found = distributed.await_rank_zero(self.folder.best_score, self.of)
+        best = distributed.await_rank_zero(self.folder.best_score, self.of)
         worst = math.inf if self.is_higher is False else -math.inf
-        self.score, self.epoch = found or (worst, epoch)
+        self.score, self.epoch = best or (worst, epoch)
         self.searched_for = self.of
 
     def _chosen(self, row: Mapping) -> tuple[str, bool]:
         """Return the name of the score in a row, and whether a higher one is better."""
-        found = [name for name in self.directions if name in row]
-        if not found:
+        names = [name for name in self.directions if name in row]
+        if not names:
             given = " or ".join(self.directions)
             raise UserError(f"BEST of model.py is {given}: use one of {', '.join(row)}")
-        name = found[0]
+        name = names[0]
         is_higher = self.directions[name]
         if is_higher is None:
             is_higher = higher_is_better(name, row[name])
@@ -101,15 +101,15 @@ def parse_best(best: str | Sequence[str]) -> dict[str, bool | None]:
 
     It is one name, or several; after a name there may be "max" or "min".
     """
-    found: dict[str, bool | None] = {}
+    directions: dict[str, bool | None] = {}
     name = ""
     for word in [best] if isinstance(best, str) else best:
         if name and word in ("max", "min"):
-            found[name] = word == "max"
+            directions[name] = word == "max"
         else:
             name = word
-            found[name] = None
-    return found
+            directions[name] = None
+    return directions
 
 
 def higher_is_better(name: str, value: object = None) -> bool | None:

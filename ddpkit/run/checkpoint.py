@@ -182,7 +182,7 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
 
     is_whole: an archive whose checksums are right.
     """
-    # EINVAL: a place before the beginning, as an archive may name that is cut short.
+    # EINVAL: an offset before the beginning, as an archive may have that is cut short.
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
         return files.failure(path, error, "read")
     said = getattr(error, "strerror", None) or str(error).strip()
@@ -214,8 +214,8 @@ def check_classes(
 def keep_weights(path: Path | str) -> str:
     """Return the flags that begin another run with the weights of the checkpoint at `path`."""
     best = Path(path).with_name("best.pt")
-    found = best if best.is_file() else path
-    return f"keep only its weights: --weights {found} --output-dir ANOTHER"
+    weights = best if best.is_file() else path
+    return f"keep only its weights: --weights {weights} --output-dir ANOTHER"
 
 
 def check_format(state: State, format: Format) -> None:
@@ -235,17 +235,17 @@ def check_format(state: State, format: Format) -> None:
 
 def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Return the flags that have changed since a checkpoint, such as "--lr 0.1 (was 0.2)"."""
-    found = []
+    changed = []
     for name, value in to_plain(dict(now)).items():
         if name not in then or name in OF_A_START or is_alike(then[name], value):
             continue
         before = "not given" if then[name] is None else then[name]
-        found.append(f"--{name.replace('_', '-')} {value} (was {before})")
-    return ", ".join(found)
+        changed.append(f"--{name.replace('_', '-')} {value} (was {before})")
+    return ", ".join(changed)
 
 
 def is_alike(then: object, now: object) -> bool:
-    """Return whether a flag is as it was; of texts also if they are paths of the same place."""
+    """Return whether a flag is as it was; of texts also if they are paths of the same file."""
     if isinstance(then, str) and isinstance(now, str):
         return os.path.realpath(then) == os.path.realpath(now)
     return then == now

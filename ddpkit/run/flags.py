@@ -137,11 +137,11 @@ class Parser(argparse.ArgumentParser):
     @staticmethod
     def fold(text: str | Sequence[int]) -> tuple[int, int]:
         """Convert 2/5, the second of five parts, to numbers."""
-        found = text.split("/") if isinstance(text, str) else text
+        words = text.split("/") if isinstance(text, str) else text
         with contextlib.suppress(ValueError):
-            part, parts = map(int, found)
-            if 1 <= part <= parts > 1:
-                return part, parts
+            number, count = map(int, words)
+            if 1 <= number <= count > 1:
+                return number, count
         raise ArgumentTypeError(
             f"{text}: expected N/K, the N-th of K parts, such as 2/5"
         )
@@ -149,15 +149,15 @@ class Parser(argparse.ArgumentParser):
     @staticmethod
     def ranks(text: str) -> tuple[list[int], int]:
         """Convert all, 0,3 or 0,3:5678 to ranks and the port of rank 0."""
-        found = re.fullmatch(r"(all|\d+(?:,\d+)*)(?::(\d*))?", text)
-        port = int(found[2] or DEBUG_PORT) if found else 0
-        if not found or not 0 < port < 2**16:
+        match = re.fullmatch(r"(all|\d+(?:,\d+)*)(?::(\d*))?", text)
+        port = int(match[2] or DEBUG_PORT) if match else 0
+        if not match or not 0 < port < 2**16:
             raise ArgumentTypeError(
                 f"{text} is not a rank or a list of ranks, such as 0,3 or 0,3:5678"
             )
-        if found[1] == "all":
+        if match[1] == "all":
             return [ALL_RANKS], port
-        return sorted({int(each) for each in found[1].split(",")}), port
+        return sorted({int(each) for each in match[1].split(",")}), port
 
     def _hint(self, flag: str) -> str:
         known = self._option_string_actions

@@ -82,9 +82,9 @@ class RunFolder:
             state = self._search()
         # Nodes that do not share a disk may have found different ones, or none.
         mine = (state["step"], self.contains(state["path"])) if state else (-1, False)
-        found = distributed.gather_objects(mine)
-        steps = [step for step, _ in found]
-        if not any(is_own for _, is_own in found):
+        ranks = distributed.gather_objects(mine)
+        steps = [step for step, _ in ranks]
+        if not any(is_own for _, is_own in ranks):
             environment.check_new(self.path)
         elif distributed.is_rank_zero():
             environment.note_checkpoint(self.path)
@@ -141,9 +141,9 @@ class RunFolder:
         """Return the checkpoint on this disk to resume; a path only if nothing has come of it."""
         if self.resume == "never" and not self._is_restart():
             return None
-        found = self.saves()
-        if found:
-            newest = read_newest(found, self.read)
+        saves = self.saves()
+        if saves:
+            newest = read_newest(saves, self.read)
             # With --resume FILE, one of this folder, that file is what counts until a
             # run that began from it has saved.
             goes_back = self.is_path and self.contains(self.resume)
@@ -180,10 +180,12 @@ class RunFolder:
             state.pop(name, None)
         if not distributed.is_rank_zero():
             return
-        found = {path for name in OWN_FILES for path in self.path.glob(name)}
         mine = f".{os.getpid()}."  # of events: what main.py has opened before
         old = sorted(
-            path for path in found if not path.is_dir() and mine not in path.name
+            path
+            for name in OWN_FILES
+            for path in self.path.glob(name)
+            if not path.is_dir() and mine not in path.name
         )
         if old and not state and self.resume == "never":
             names = ", ".join(path.name for path in old)

@@ -35,7 +35,7 @@ MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
 OF_ADAM = {"exp_avg", "exp_avg_sq"}  # which each weight has from its first step on
 # settings of an optimizer that are never loaded
 OF_THE_RUN = {"params", "fused", "foreach"}
-# What is raised for a state that is another part's
+# What is raised for a state that does not fit
 MISFITS = (
     ArithmeticError,
     AttributeError,
@@ -56,7 +56,10 @@ WITHIN = "within"  # an optimizer's state: those of the optimizers that it has
 
 
 def take_states(parts: Parts) -> State:
-    """Return the state of each part for a checkpoint; names are those without torch.compile."""
+    """Return the state of each part for a checkpoint; names are those without torch.compile.
+
+    On rank 0 that is a copy on the CPU.
+    """
     names = names_of(parts)
     states = {}
     for name, part in parts.items():
@@ -67,12 +70,19 @@ def take_states(parts: Parts) -> State:
             state = by_name(part, names) if is_named else part.state_dict()
             # such as a rate from np.cos
             state = tree_map_only(np.generic, lambda number: number.item(), state)
-        for leaf in leaves_of(state):
-            if not isinstance(leaf, Tensor) and type(leaf) not in TAKEN:
-                kind = f"{type(leaf).__name__}, which torch.load(weights_only=True) refuses"
-                raise UserError(f"{name}: its state_dict has a {kind}")
         states[name] = state
-    return to_host(states)
+    is_saved = distributed.is_rank_zero()  # others have no use for copies
+    # What deepcopy takes for them, so that a tensor in two places stays one.
+    copies = {}
+    for name, state in states.items():
+        for leaf in leaves_of(state):
+            if not isinstance(leaf, Tensor):
+                if type(leaf) not in TAKEN:
+                    kind = f"{type(leaf).__name__}, which torch.load(weights_only=True) refuses"
+                    raise UserError(f"{name}: its state_dict has a {kind}")
+            elif is_saved and not leaf.is_meta:
+                copies[id(leaf)] = leaf.detach().cpu()
+    return copy.deepcopy(states, copies) if is_saved else states
 
 
 def leaves_of(state: object) -> list[Any]:
@@ -86,27 +96,15 @@ def uncompiled_names(state: State) -> State:
     return {name.replace(COMPILED, ""): value for name, value in state.items()}
 
 
-def to_host(state: State) -> State:
-    """Return `state` with tensors on the CPU; on rank 0, others have no use for it."""
-    if not distributed.is_rank_zero():
-        return state
-    # What deepcopy takes for their copies, so that a tensor in two places stays one.
-    copies = {}
-    for leaf in tree_leaves(state):
-        if isinstance(leaf, Tensor) and not leaf.is_meta:
-            copies[id(leaf)] = leaf.detach().cpu()
-    return copy.deepcopy(state, copies)
-
-
 def names_of(parts: Parts) -> dict[Tensor, str]:
     """Return the name of each weight of the networks in `parts`: "fc.bias", "trained.fc.bias"."""
-    found: dict[Tensor, str] = {}
+    names: dict[Tensor, str] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            for key, weight in part.named_parameters():
-                full = key if name == "model" else f"{name}.{key}"
-                found[weight] = full.replace(COMPILED, "")
-    return found
+            prefix = "" if name == "model" else name
+            for full, weight in part.named_parameters(prefix):
+                names[weight] = full.replace(COMPILED, "")
+    return names
 
 
 def by_name(optimizer: Optimizer, names: Names) -> State:
@@ -128,17 +126,17 @@ def by_name(optimizer: Optimizer, names: Names) -> State:
 
 def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
     """Return the optimizers that are attributes of another one, by name, as SAM has one."""
-    found = vars(optimizer).items()
-    return {key: each for key, each in found if isinstance(each, Optimizer)}
+    attributes = vars(optimizer).items()
+    return {key: each for key, each in attributes if isinstance(each, Optimizer)}
 
 
 def kinds(parts: Parts) -> dict[str, str]:
     """Return the class of each optimizer and scheduler."""
-    found = {}
-    for name, part in parts.items():
-        if isinstance(part, Optimizer | LRScheduler):
-            found[name] = type(part).__name__
-    return found
+    return {
+        name: type(part).__name__
+        for name, part in parts.items()
+        if isinstance(part, Optimizer | LRScheduler)
+    }
 
 
 # Whether they are the same on all ranks.
@@ -179,15 +177,15 @@ def compare_ranks(parts: Parts, taken: State) -> dict[str, list[State]]:
 
 def checksums(values: Mapping[Any, object]) -> dict[Any, int]:
     """Return for each of the `values`, such as states, a number; one read of the device each."""
-    found = {}
+    sums = {}
     for name, value in values.items():
-        tensors = []
-        others = []
+        tensors: list[Tensor] = []
+        others: list[Any] = []
         for leaf in leaves_of(value):
             (tensors if isinstance(leaf, Tensor) else others).append(leaf)
         whole = [*others, *replicas.bit_sums(tensors)]
-        found[name] = zlib.crc32(repr(whole).encode())
-    return found
+        sums[name] = zlib.crc32(repr(whole).encode())
+    return sums
 
 
 # Loaded from a checkpoint.
@@ -344,7 +342,7 @@ def fitted_moments(values: State, weight: Tensor, optimizer: Optimizer) -> State
     if "betas" in optimizer.defaults:
         missing = OF_ADAM - values.keys()
         values = values | dict.fromkeys(sized & missing)
-    found = {}
+    moments = {}
     for key, value in values.items():
         is_none_yet = key == "momentum_buffer" and value is None
         if key in sized and not is_none_yet:
@@ -359,8 +357,8 @@ def fitted_moments(values: State, weight: Tensor, optimizer: Optimizer) -> State
                     raise ValueError(f"step is {value!s:.60}")
             elif value.shape == weight.shape:
                 value = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-        found[key] = value
-    return found
+        moments[key] = value
+    return moments
 
 
 def check_alike(name: str, now: Any, then: Any) -> None:
