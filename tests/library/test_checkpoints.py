@@ -125,6 +125,17 @@ def test_a_save_that_takes_longer_than_collectives(tmp_path: Path) -> None:
     assert {"best.pt", "last.pt"} <= set(contents(tmp_path))
 
 
+@on_ranks(1)
+def test_a_best_of_before(tmp_path: Path) -> None:
+    """It is not of a run that starts from scratch, by either door, and is kept."""
+    save(tmp_path, 1, is_best=True)
+    (tmp_path / "last.pt").unlink()
+    folder = RunFolder(tmp_path)
+    assert folder.find_checkpoint() is None
+    folder.open_for_training([])
+    assert set(contents(tmp_path)) == {".lock", "best-1.pt"}
+
+
 def test_killed_within_a_save(tmp_path: Path) -> None:
     """Whichever call it dies in, the newest checkpoint is the former one or the new one."""
 
