@@ -21,7 +21,7 @@ from ddpkit.run.best import Best
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps
-from ddpkit.run.folder import RunFolder, load_weights
+from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import Sums, progress_line
 from ddpkit.run.resuming import Checkpoints, Phase, Steps, is_later
 from ddpkit.run.states import State
@@ -167,7 +167,6 @@ class Run(Checkpoints):
         passes = accumulate * distributed.world_size()  # of a step, on all ranks
         self.batch_size = self.source.global_batch // passes
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
-        self.chosen = Best(best, val_images, folder, state)
         self.history: list[Row] = list(state.get("history", ()))
         super().__init__(
             folder,
@@ -175,7 +174,7 @@ class Run(Checkpoints):
             seed=int(self.source.order["seed"]),
             **self._parts(scheduler, criterion, more),
         )
-        self.chosen.begin(state, self.epoch)
+        self.chosen = Best(best, val_images, folder)
         # In a step each rank draws numbers of its own, as for dropout.
         self.draws_by_rank = True
         self.share_outside = 0
@@ -272,8 +271,8 @@ class Run(Checkpoints):
         mine = self._own_states(state, saved)
         step = self._schedule_step(state)
         state |= mine
-        load_weights(self.model, state, self.classes, self.flags)
-        states.load_states(state, self.parts, step)
+        remedy = checkpoint.to_undo(state, self.classes, self.flags)
+        states.load_states(state, self.parts, state, remedy, step)
 
     def _go_on(self, state: State) -> None:
         """Go on where the checkpoint was; if other batches would follow, at the epoch's start."""
@@ -583,7 +582,7 @@ class Run(Checkpoints):
         self.report.write_images(confusion, worst, self.model, self.val_loader)
 
     def _choose_score(self, row: Mapping) -> None:
-        self.chosen.choose(row, self.epoch, is_first=not self.history)
+        self.chosen.choose(row, self.epoch)
         self._note_best()
 
     def _note_best(self) -> None:

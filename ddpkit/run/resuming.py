@@ -37,14 +37,23 @@ from ddpkit.ranks.stopping import (
     on_signals,
 )
 from ddpkit.run import checkpoint, states
-from ddpkit.run.checkpoint import Foreign
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import progress_line
 from ddpkit.run.states import State
 from ddpkit.run.unsaved import LoopVariables, Unsaved
 
-KINDS = {"parts": dict, "kinds": dict, "resumed_from": str, "ranks": int, "seed": int}
-COUNTS = ("epoch", "done", "step", "global_batch")
+KINDS = {  # of what a checkpoint holds; integers are not negative
+    "parts": dict,
+    "kinds": dict,
+    "resumed_from": str,
+    "ranks": int,
+    "seed": (int,),
+    "epoch": int,
+    "done": int,
+    "step": int,
+    "global_batch": (int,),
+    "best": (float, type(None)),
+}
 TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
 # Turns over which gradients are added up for a step; after more nobody waits for one.
 MOST_ADDED_UP = 1000
@@ -228,11 +237,11 @@ class Checkpoints:
             folder = RunFolder(folder, resume, read_own)
             folder.find_checkpoint()
         self.folder = folder
-        state = folder.take_state([*self.parts, "parts"])
+        state = folder.state or {}
         if state:
             self._load(state)
         self.trainable_then: int = state.get("trainable", 0)
-        folder.open_for_training(is_new=not state)
+        folder.open_for_training([*self.parts, "parts"])
         states.fill_momenta(self.parts)
         self.first_epoch = self.epoch  # of this process
         # not of a loader, whose state may begin to read it
@@ -350,7 +359,7 @@ class Checkpoints:
         for network in networks:
             replicas.prepare_network(network)
         for name, buffers in self.buffers.items():
-            states.load_buffers(self.parts[name], buffers)
+            states.load_module(self.parts[name], buffers, strict=False)
         self.buffers.clear()
         if self.step == self.first_step:
             self._say_frozen()
@@ -510,13 +519,14 @@ class Checkpoints:
         if not is_better or math.isnan(score):
             return False
         self.best_score = score
-        self.folder.add_best(self._state(is_inside=self.phase not in self.settled))
+        state = self._state(is_inside=self.phase not in self.settled)
+        self.folder.add(state, is_best=True, is_last=False)
         self.save()
         return True
 
     def _write(self) -> None:
         self.is_due = False
-        self.folder.add(self._state(), is_best=False)
+        self.folder.add(self._state())
 
     def _write_step(self) -> None:
         """Write it unless this step is saved."""
@@ -558,13 +568,7 @@ class Checkpoints:
             )
         saved = self._own_states(state, state["parts"])
         self._compare_names(path, saved.keys())
-        names = states.names_of(self.parts)
-        for name, part in self.parts.items():
-            if states.is_missing(name, saved, path):
-                continue
-            with states.fitting(path, name, TO_UNDO):
-                kind = state["kinds"].get(name)
-                states.load_part(name, part, saved[name], kind, names)
+        states.load_states(saved, self.parts, state, TO_UNDO)
         self.epoch = state["epoch"]
         self.step = self.first_step = state["step"]
         self.done = state["done"]
@@ -691,14 +695,7 @@ def read_own(path: Path | str) -> State:
     Raises a UserError if it cannot be read, or is none of Checkpoints.
     """
     state = checkpoint.read_file(path)
-    is_right = all(isinstance(state.get(name), kind) for name, kind in KINDS.items())
-    for name in COUNTS:
-        is_right = is_right and isinstance(state.get(name), int) and state[name] >= 0
-    is_right = is_right and isinstance(state.get("best"), float | None)
-    if not is_right:
-        raise Foreign(
-            f"{path}: not a checkpoint of ddpkit.Checkpoints: use another one"
-        )
+    checkpoint.check_entries(path, state, KINDS, KINDS, "ddpkit.Checkpoints")
     return {**state, "path": str(path)}
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,20 @@ from ddpkit.ranks import children, devices, distributed
 from ddpkit.ranks.replicas import uncompiled
 from ddpkit.ranks.workers import worker_context
 from ddpkit.run import checkpoint
-from ddpkit.run.flags import task_of
+from ddpkit.run.flags import OF_TASKS
 from ddpkit.vision import folders
 from ddpkit.vision.images import LazyImage, open_image, visible
 from ddpkit.vision.masks import Classes
 from ddpkit.vision.pictures import draw_legend, drawing, overlay, paint
 
+ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 Read = Callable[[LazyImage], Tensor]
 
 
 def open_model(
     path: Path | str,
     build_model: Callable[[Namespace, Sequence[str], int], nn.Module],
-    parse_args: checkpoint.ParseArgs,
+    parse_args: ParseArgs,
     device: torch.device,
 ) -> tuple[nn.Module, Classes, Namespace, Format]:
     """Return the network of a checkpoint, ready to predict, its classes, flags and image format.
@@ -62,6 +63,15 @@ def open_model(
     return model, Classes(state["classes"], state.get("colors")), args, format
 
 
+def task_of(flags: Collection[str]) -> str:
+    """Return the task all of whose own flags are among `flags`, by their names, or nothing."""
+    for task, names in OF_TASKS.items():
+        own = [name.removeprefix("--").replace("-", "_") for name in names.split()]
+        if all(name in flags for name in own):
+            return task
+    return ""
+
+
 class Predictor:
     """The network of a checkpoint, and images for it. Those that cannot be read are left out.
 
@@ -83,7 +93,7 @@ class Predictor:
         path: Path | str,
         inputs: Sequence[str],
         build_model: Callable[..., nn.Module],
-        parse_args: checkpoint.ParseArgs,
+        parse_args: ParseArgs,
         output: Path | None = None,
     ) -> None:
         self.device = devices.kind()

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,13 +21,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ddpkit import files
+from ddpkit import files, version
 from ddpkit.data import loading, samples
 from ddpkit.data.loading import TrainSampler
 from ddpkit.data.other_loaders import OtherSource
 from ddpkit.errors import UserError
 from ddpkit.ranks import devices, distributed, failures, process
-from ddpkit.run import checkpoint, settings
+from ddpkit.ranks.cpus import cpu_share
+from ddpkit.run import checkpoint
 from ddpkit.run.file_names import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
 from ddpkit.run.outputs import Outputs
 from ddpkit.vision import images, pictures
@@ -198,14 +200,14 @@ class Reporter:
             f"per rank {getattr(train_loader, 'num_workers', 0)} loader worker(s) and "
             f"{torch.get_num_threads()} thread(s) | JPEG: {jpeg}{amp}"
         )
-        own = settings.library()
+        own = library()
         distributed.print0(f"ddpkit {own}")
         self.note_facts(
             flags=dict(flags),
             ranks=ranks,
             device=device,
             jpeg=jpeg,
-            git=settings.git_commit(),
+            git=git_commit(),
             versions={
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -354,7 +356,7 @@ class Reporter:
         if wait > 0.1 and wait * seconds > 1:
             distributed.print0(
                 f"input-bound: {wait:.0%} of {seconds:.0f} s were spent waiting for images; what "
-                f"helps: --workers up to {settings.cpu_share()} (CPUs per rank), image files that "
+                f"helps: --workers up to {cpu_share()} (CPUs per rank), image files that "
                 "are not much larger than --image-size, more CPUs"
             )
         self.record([row])
@@ -532,6 +534,22 @@ def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
         return run.id if name == "wandb" else run.name, log
 
     return start_run
+
+
+def library() -> str:
+    """Return which ddpkit runs, and from where."""
+    return f"{version.__version__} in {version.FOLDER}"
+
+
+def git_commit() -> str:
+    """Return the commit of the project's folder, marked if it has changes; "" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(
+            command, cwd=process.project(), capture_output=True, text=True
+        )
+        return done.stdout.strip()
+    return ""
 
 
 def _is_on_terminal() -> bool:
