@@ -88,10 +88,8 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
         part.unlink(missing_ok=True)
         with part.open("xb") as file:
             # In a folder of a group somebody may put a link to another file of this
-            # user's in its place: where the system has a name of the open file itself,
-            # that is what is written.
-            own = Path(f"/proc/self/fd/{file.fileno()}")
-            yield own if own.exists() else part
+            # user's in its place: what is written is the open file.
+            yield name_of(file.fileno(), part)
             # before the rename, or a crash could leave a name without the content
             os.fsync(file.fileno())
             # nobody can on Windows
@@ -106,6 +104,15 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def name_of(handle: int, path: Path) -> Path:
+    """Return a name of the open file itself, if the system has one; else `path`.
+
+    It remains when the file is renamed, replaced or removed, until this process closes it.
+    """
+    own = Path(f"/proc/self/fd/{handle}")
+    return own if own.exists() else path
 
 
 def save_text(path: Path, text: str) -> None:

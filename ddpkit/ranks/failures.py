@@ -14,8 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -88,7 +86,6 @@ Explainer = Callable[[Exception], str | UserError | None]
 _explainers: list[Explainer] = []
 _over: dict[str, float] = {}  # since when the script is, and when that was said
 _status = 1  # with which this rank ends if it has to be ended; 0 once all is done
-_store_file: IO[bytes] | None = None  # of the first rank of a node, if the store is one
 # Of training, once it has begun. A global, because the error comes out of the whole run.
 _batch_size: int | None = None
 
@@ -181,44 +178,6 @@ def _follow_workers(_: list[int]) -> None:
             _end_if_known(fault)
 
 
-def keep_store() -> None:
-    """Write the store's file anew if it is gone: programs clean TMPDIR of what is days old."""
-    global _store_file
-    store = distributed.store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    # Windows removes no file that is open
-    is_file = isinstance(store, dist.FileStore) and sys.platform != "win32"
-    if not is_file or distributed.local_rank():
-        return
-    path = Path(store.path)  # type: ignore[attr-defined]
-    if not _store_file:
-        _store_file = path.open("rb")  # it can be read when it has been removed
-    added = b""
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(path.stat(), os.fstat(_store_file.fileno())):
-            return
-        added = path.read_bytes()  # by another rank, meanwhile
-    try:
-        with contextlib.suppress(FileExistsError):
-            path.parent.mkdir(0o700)
-        if path.parent.lstat().st_uid != os.getuid():  # who else could change the file
-            raise PermissionError(errno.EPERM, "another user has made its folder")
-        _store_file.seek(0)
-        whole = path.with_name("whole")
-        whole.write_bytes(_store_file.read() + added)
-        whole.rename(path)
-        _store_file = path.open("rb")
-    except OSError as error:
-        print_error(
-            f"{path}, through which the ranks agree, is lost ({error.strerror})"
-        )
-        process.exit_now(1)
-    distributed.print0(
-        f"{path} had been removed and is written anew: what cleans TMPDIR?"
-    )
-
-
 def _follow_end(_: list[int]) -> None:
     """Name this rank once its script has ended and it has not; end it after --dist-timeout."""
     if threading.main_thread().is_alive():
@@ -278,7 +237,6 @@ def follow_others(_: list[int]) -> None:
     """End this rank once another has failed; say where it is if one or a person asks."""
     if not distributed.has_met():
         return
-    keep_store()
     try:
         status = ending.status_of_failure()
         is_held = distributed.any_debugged() or process.End.is_leaving

@@ -7,7 +7,6 @@
           stopping.on_signals: from here on a signal no longer ends it but stops all
     every POLL_SECONDS the thread looks, in this order, for
           the debugger or the launcher that has gone (F5) -> exits at once
-          the store's file, which somebody has removed -> writes it anew
           ERROR: the first rank that fails leaves it -> the others exit silently with its status
           a collective of GPUs that takes --dist-timeout -> ERROR
           ASKED: a rank asks where all are, for itself or a person -> this one leaves its PLACE
