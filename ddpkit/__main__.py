@@ -73,9 +73,9 @@ def copy() -> None:
     target = project / "ddpkit"
     if target.exists():
         raise ddpkit.UserError(f"{target} is there already; remove it to copy anew")
-    # what Python would import if the project's folder were not the first place
-    places = [place for place in sys.path if Path(place).resolve() != project]
-    spec = importlib.machinery.PathFinder.find_spec("ddpkit", places)
+    # what Python would import if the project's folder were not the first one
+    others = [folder for folder in sys.path if Path(folder).resolve() != project]
+    spec = importlib.machinery.PathFinder.find_spec("ddpkit", others)
     if not spec or not spec.origin:  # a namespace package has none
         raise ddpkit.UserError(
             f"{sys.executable} has no other ddpkit installed: pip install it first, as "
@@ -93,6 +93,7 @@ def compare() -> None:
     importlib.import_module("ddpkit.vision.tools.compare").main()
 
 
+# These need no torch, which takes seconds to import.
 COMMANDS = {"compare": compare, "where": where, "copy": copy}
 
 
@@ -100,31 +101,22 @@ def main() -> None:
     name = sys.argv.pop(1) if sys.argv[1:] else "--help"
     if name in ("-h", "--help"):
         print_line(__doc__.rstrip(), sys.stdout)
+    elif name == "launch":
+        sys.exit(launch.main(sys.argv[1:] or ["--help"]))
     elif name in COMMANDS:
         COMMANDS[name]()
     elif name in ON_CPU:
-        importlib.import_module(f"ddpkit.{ON_CPU[name]}").main()
+        os.environ[environment.GPUS] = ""  # before torch looks for them
+        ddpkit.before_imports()
+        ddpkit.run_main(importlib.import_module(f"ddpkit.{ON_CPU[name]}").main)
     else:
         names = ", ".join((*ON_CPU, *COMMANDS, "launch"))
         raise ddpkit.UserError(f"python -m ddpkit {name}: use one of {names}")
 
 
-def without_torch() -> int:
-    """Run `main` without the seconds of importing torch; return the exit status."""
+if __name__ == "__main__":
     try:
         main()
     except ddpkit.UserError as error:
         print_error(error)
-        return protocol.MISTAKE
-    return 0
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["launch"]:  # without torch, as it only starts others
-        sys.exit(launch.of_script())
-    if sys.argv[1:2] == ["compare"]:  # which only reads text
-        sys.exit(without_torch())
-    if sys.argv[1:] and sys.argv[1] in ON_CPU:
-        os.environ[environment.GPUS] = ""  # before torch looks for them
-    ddpkit.before_imports()
-    ddpkit.run_main(main)
+        sys.exit(protocol.MISTAKE)

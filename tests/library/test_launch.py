@@ -241,3 +241,6 @@ def test_a_module(tmp_path):
     command = [sys.executable, "-m", "ddpkit", "launch", "-m", "trainer", "--lr", 1]
     done = run(command, cwd=tmp_path, NPROC="2", PYTHONPATH=str(ROOT)).ok()
     assert done.out == "starting 2 rank(s) ...\n" + "['--lr', '1']\n" * 2
+    command = [sys.executable, "-m", "ddpkit", "launch", "none.py"]
+    done = run(command, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done.refused("launch.main", "launch none.py: no such script")
