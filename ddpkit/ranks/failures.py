@@ -286,7 +286,7 @@ def _of_others(is_late: bool) -> str:
         if not (
             ending.status_of_failure() or distributed.store().check([protocol.STOP])
         ):
-            is_new = not explaining.answered()  # before training no hang is shown
+            is_new = not explaining.asking.answered  # before training no hang is shown
             if is_late and is_new and distributed.is_joined():
                 explaining.show(f"{line}:")
             for state in distributed.states(range(distributed.world_size())):

@@ -137,9 +137,11 @@ class Stopper:
         if self.heartbeat != self.last_heartbeat:
             self.last_heartbeat = self.heartbeat
             self.seen = now
-            self.questions = explaining.answered()
+            self.questions = explaining.asking.answered
             return
-        is_shown = explaining.answered() > self.questions  # by this rank or another
+        is_shown = (
+            explaining.asking.answered > self.questions
+        )  # by this rank or another
         if now - self.seen > self.hang_seconds and not is_shown:
             left = distributed.timeout() - self.hang_seconds
             seconds = min(0.6 * left, ANSWER_SECONDS)
@@ -161,7 +163,7 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
         yield
         return
     stopper = _stopper = Stopper()
-    explaining.name_position(position)
+    explaining.asking.position = position
     watch.thread.add_duty(failures.follow_others)
     watch.thread.add_duty(stopper)
     taken_from = signal.set_wakeup_fd(
@@ -178,7 +180,7 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
     finally:
         _stopper = None
         if is_done:
-            explaining.name_position(str)  # what follows is in no epoch
+            explaining.asking.position = str  # what follows is in no epoch
         watch.thread.remove_duty(stopper)
         signal.set_wakeup_fd(taken_from)
         is_last = is_done and process.is_script()
