@@ -100,18 +100,13 @@ def start_worker(number: int) -> None:
             signal.siginterrupt(signum, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
-    def follow_rank(_: list[int]) -> None:
-        if not process.is_running(rank) or not parent.is_alive():
-            os._exit(1)
-
     def interrupt_rank(_: list[int]) -> None:
         """Interrupt the rank once the debugger has left this worker of it."""
         if not process.is_debugged() and threading.main_thread().is_alive():
             with contextlib.suppress(ProcessLookupError):  # the rank has ended
                 os.kill(rank, signal.SIGINT)
 
-    if not process.end_with(KILL, rank):  # the kernel does not see to it
-        watch.thread.add_duty(follow_rank)
+    watch.end_with(KILL, rank)
     if process.is_debugged():
         name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
         threading.main_thread().name = name

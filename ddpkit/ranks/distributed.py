@@ -308,6 +308,11 @@ def states(ranks: Iterable[int]) -> list[str]:
     return found
 
 
+def ended(ranks: Iterable[int]) -> list[str]:
+    """Return such of those among `ranks` whose process is known to have gone."""
+    return [state for state in states(ranks) if "has ended" in state]
+
+
 def await_keys(keys: list[str], seconds: float) -> bool:
     """Return whether the store gets all `keys` in time; meanwhile the other thread can use it."""
     deadline = time.monotonic() + seconds
@@ -330,7 +335,7 @@ def all_arrive(name: str, seconds: float) -> bool:
             return False
         # No time-out ends this wait for a rank that has left, and not every launcher.
         here = range(rank() - local_rank(), rank() + local_world_size())
-        gone = [each for each in states({0, *here}) if "has ended" in each]
+        gone = ended({0, *here})
         if gone and not store().check(last):
             raise dist.DistNetworkError(f"Connection lost: {', '.join(gone)}")
     return True

@@ -85,7 +85,6 @@ Explainer = Callable[[Exception], str | UserError | None]
 # Of the script, set by one_line_errors alone; the watch thread explains with them, too.
 _explainers: list[Explainer] = []
 _over: dict[str, float] = {}  # since when the script is, and when that was said
-_status = 1  # with which this rank ends if it has to be ended; 0 once all is done
 # Of training, once it has begun. A global, because the error comes out of the whole run.
 _batch_size: int | None = None
 
@@ -110,13 +109,12 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     _explainers[:] = explainers
     threading.excepthook = workers.on_thread_error
     own_pid = os.getpid()
-    global _status
     try:
         watch.thread.add_duty(follow_others)
         watch.thread.add_duty(_follow_workers)
         watch.thread.add_duty(_follow_end)
         yield
-        _status = 0
+        process.End.status = 0
         process.remove_files()
     except BaseException as error:
         if os.getpid() != own_pid:  # in a child that the block has forked
@@ -186,7 +184,7 @@ def _follow_end(_: list[int]) -> None:
     seconds = distributed.timeout()
     waited = now - _over.setdefault("since", now)
     if waited > seconds:
-        process.exit_now(_status)
+        process.exit_now(process.End.status)
     if waited > min(NOTICE_SECONDS, seconds / 2) and "said" not in _over:
         _over["said"] = now
         names = [t.name for t in threading.enumerate() if t.is_alive() and not t.daemon]
@@ -205,24 +203,22 @@ class Lateness:
     """
 
     def __init__(self) -> None:
-        self.place = 0, 0  # of the main thread at the last look
-        self.read_at = 0.0  # when torch's records are read next
-        self.waits_in = ""  # what they said of the place
+        self.at = 0, 0  # where the main thread was at the last look
+        self.read_at = 0.0  # when torch's records are read next, which takes 0.1 s
+        self.waits_in = ""  # what they have said since it was there
         self.since = 0.0  # when they first did
 
     def end_if_late(self) -> None:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        place = id(frame), frame.f_lasti
+        at = id(frame), frame.f_lasti
         now = time.monotonic()
-        # To read all records takes 0.1 s: not while the main thread is at work.
-        is_moving = place != self.place
-        if not is_moving and now < self.read_at:
+        if at != self.at:
+            self.at = at
+            self.waits_in = ""
+        if now < self.read_at:
             return
-        self.place = place
         self.read_at = now + min(distributed.timeout(), protocol.LATE_SECONDS) / 10
-        waits_in = ""
-        if not is_moving:
-            waits_in = explaining.find_waiting(explaining.collectives())
+        waits_in = explaining.find_waiting(explaining.collectives())
         if not waits_in or waits_in != self.waits_in:
             self.waits_in = waits_in
             self.since = now
@@ -258,12 +254,12 @@ def follow_others(_: list[int]) -> None:
 
 def _lost_rank(error: Exception) -> str | None:
     """Return a line if a collective failed because another rank died or hangs."""
-    found = BROKEN.search(str(error))
+    broken = BROKEN.search(str(error))
     by_gloo = re.search("gloo/transport|caused pair closure", str(error))
     by_group = by_gloo or isinstance(error, dist.DistError)
-    if not (found and by_group and distributed.is_set_up()):
+    if not (broken and by_group and distributed.is_set_up()):
         return None
-    is_late = found[0].lower().startswith("time")
+    is_late = broken[0].lower().startswith("time")
     if not is_late:
         # Another one may have timed out, and so left: let it say so first.
         time.sleep(POLL_SECONDS)
@@ -289,9 +285,8 @@ def _of_others(is_late: bool) -> str:
             is_new = not explaining.asking.answered  # before training no hang is shown
             if is_late and is_new and distributed.is_joined():
                 explaining.show(f"{line}:")
-            for state in distributed.states(range(distributed.world_size())):
-                if "has ended" in state:
-                    line += f": {state}"
+            gone = distributed.ended(range(distributed.world_size()))
+            line = ": ".join([line, *gone])
     except dist.DistError:
         line = lost_store()
     # Not longer: a debugger may hold the error.
@@ -317,11 +312,11 @@ def _of_torch(error: Exception) -> UserError | str | None:
     """Return a line for a mistake that torch explains badly."""
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
-        return _unused(error, text)
-    found = re.search(r"Unable to find (?:address|interface) for: \[?([^\s\]]+)", text)
-    if found:
+        return _unused(error)
+    name = re.search(r"Unable to find (?:address|interface) for: \[?([^\s\]]+)", text)
+    if name:
         return UserError(
-            f"gloo finds no network interface {found[1]}: bring up the loopback (ip link set lo "
+            f"gloo finds no network interface {name[1]}: bring up the loopback (ip link set lo "
             "up), which a sandbox may lack, or name an interface in GLOO_SOCKET_IFNAME"
         )
     if "Gloo connectFullMesh failed" in text:
@@ -336,15 +331,15 @@ def _of_torch(error: Exception) -> UserError | str | None:
     return None
 
 
-def _unused(error: Exception, text: str) -> UserError:
+def _unused(error: Exception) -> UserError:
     """Name the weights to which the last backward pass has brought no gradient."""
     names: list[str] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         caller = frame.f_locals.get("self")
         if isinstance(caller, DistributedDataParallel):
             names = replicas.trained_names(caller)
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-    numbers = found[1].split() if found else []
+    said = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    numbers = said[1].split() if said else []
     unused = [names[int(n)] for n in numbers if int(n) < len(names)]
     return UserError(
         f"{shorten(unused) or 'some weights'}: no gradient, because the loss does not depend on "
@@ -358,10 +353,7 @@ def _of_memory(error: Exception) -> UserError | None:
     text = str(error)
     is_of_python = isinstance(error, MemoryError)
     is_said = re.search("out of memory|alloc_cpu", text)
-    is_of_torch = isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and is_said
-    )
-    if not is_of_python and not is_of_torch:
+    if not is_of_python and not (is_said and isinstance(error, RuntimeError)):
         return None
     on_host = is_of_python or re.search("alloc_cpu|in pin memory", text)
     asked = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)

@@ -27,24 +27,12 @@ def install_handlers() -> None:
     atexit.register(process.ignore_signals)
     if process.by_torchrun():
         launcher = int(os.environ.get(protocol.LAUNCHER, os.getppid()))
-        if not process.end_with(signal.SIGTERM, launcher) and sys.platform != "linux":
-            _look_after(launcher)
+        watch.end_with(signal.SIGTERM, launcher)
     is_first = process.by_plain_torchrun() and os.environ["RANK"] == "0"
     if is_first and "--help" not in sys.argv:
         print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)
     if process.is_debugged():
         debugger.follow()
-
-
-def _look_after(launcher: int) -> None:
-    """Have this rank get SIGTERM once its launcher has ended: the kernel does not see to it."""
-
-    def follow_launcher(_: list[int]) -> None:
-        if not process.is_running(launcher):
-            watch.thread.duties.remove(follow_launcher)
-            signal.raise_signal(signal.SIGTERM)
-
-    watch.thread.add_duty(follow_launcher)
 
 
 def note_start() -> None:

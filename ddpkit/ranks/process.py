@@ -33,6 +33,7 @@ _sockets: dict[int, str] = {}
 class End:
     """What the threads of this process know of its end."""
 
+    status = 1  # with which this rank ends if it has to be ended; 0 once all is done
     is_leaving = False  # the main thread ends this rank
     error: BaseException | None = None  # for which it does
     # The file that launch.sh finds if this rank ends without a word

@@ -63,11 +63,8 @@ class Stopper:
             for signum in signals:
                 if signum in STOP_SIGNALS:
                     self.request_stop(signum)
-            is_late = time.monotonic() > self.answered + self.grace
-            if self.answered and is_late and self.kept:
-                self.stop_beside()
-            if self.answered and not self.is_stopping:
-                self.await_answers()
+            if self.answered:
+                self.follow_stop()
             elif not self.is_stopping and self.store.check([STOP]):
                 self.answer_stop()
         except dist.DistError:
@@ -102,11 +99,18 @@ class Stopper:
         self.status = 128 + signal.Signals[self.store.get(STOP).decode()]
         distributed.print0("stop requested: finishing this step, then saving")
 
-    def await_answers(self) -> None:
-        if self.agreed.is_set():
+    def follow_stop(self) -> None:
+        """Wait for all to answer, and then for the main thread to leave."""
+        waited = time.monotonic() - self.answered
+        if waited > self.grace and self.kept:  # it does something long, after all steps
+            distributed.print0(
+                f"stopped {self.grace:g} s after the signal, in what follows the steps of an "
+                f"epoch; saved at {self.kept}; the same command goes on"
+            )
+            process.exit_now(STOPPED)
+        if self.is_stopping or self.agreed.is_set():
             return
         answers = [STEP.format(rank) for rank in range(distributed.world_size())]
-        waited = time.monotonic() - self.answered
         if self.store.check(answers):
             self.last_step = max(map(int, self.store.multi_get(answers)))
             self.agreed.set()
@@ -122,14 +126,6 @@ class Stopper:
                 self.is_said = True
                 line = f"waiting up to {self.grace:g} s for an answer: {states}"
                 print_line(line, sys.stderr)
-
-    def stop_beside(self) -> None:
-        """Exit though the main thread does something long: all its steps are saved."""
-        distributed.print0(
-            f"stopped {self.grace:g} s after the signal, in what follows the steps of an epoch; "
-            f"saved at {self.kept}; the same command goes on"
-        )
-        process.exit_now(STOPPED)
 
     def check_hang(self) -> None:
         """Print where all ranks are, if the main thread has had no heartbeat for too long."""

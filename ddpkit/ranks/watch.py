@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from ddpkit.errors import print_line
 from ddpkit.ranks import process, protocol
+from ddpkit.ranks.protocol import KILL
 
 Duty = Callable[[list[int]], object]  # is given the signals that have come
 
@@ -63,6 +64,24 @@ class Watch(threading.Thread):
 
 
 thread = Watch()  # of this process: `watch.thread` is another one in a child
+
+
+def end_with(signum: int, parent: int) -> None:
+    """Have this process get `signum` once process `parent` has ended.
+
+    From the kernel, if it can: then also where a hang holds Python. Else the thread looks.
+    """
+
+    def follow_parent(_: list[int]) -> None:
+        if process.is_running(parent):
+            return
+        thread.duties.remove(follow_parent)
+        if signum == KILL:
+            os.kill(os.getpid(), KILL)
+        signal.raise_signal(signum)  # Windows has no other way to the handler
+
+    if not process.end_with(signum, parent):
+        thread.add_duty(follow_parent)
 
 
 @atexit.register  # at once: it looks on at the exit handlers that follow
