@@ -193,9 +193,9 @@ class Ranks:
         )
         if self.first and is_sent:  # it has ended as it was told to
             return 128 + self.first
-        place = f" on {environment.node()}" if self.nodes.count > 1 else ""
+        where = f" on {environment.node()}" if self.nodes.count > 1 else ""
         number = self.nodes.number * self.nodes.ranks + local_rank
-        rank = f"rank {number} (process {self.running[local_rank].pid}){place}"
+        rank = f"rank {number} (process {self.running[local_rank].pid}){where}"
         if status < 0:
             name = signal.Signals(-status).name
             print_error(f"{rank} was ended by {name}{HINTS.get(name, '')}")
@@ -214,9 +214,9 @@ def free_port() -> int:
 def find_first(statuses: Sequence[int | None]) -> tuple[int, int]:
     """Return (rank, status) of the rank that made the others fail; (0, 0) if none has failed."""
 
-    def order(found: tuple[int, int]) -> tuple[bool, bool]:
+    def order(end: tuple[int, int]) -> tuple[bool, bool]:
         # a mistake, then one that a signal has ended, then the others: they missed it
-        _, status = found
+        _, status = end
         return status != protocol.MISTAKE, status > 0 or status == -signal.SIGTERM
 
     failed = [(rank, status) for rank, status in enumerate(statuses) if status]

@@ -33,16 +33,16 @@ def _leave(_: Alone, tensors: object = (), *__: object, **___: object) -> dist.W
 
 
 def _copy_all(
-    _: Alone, found: list, tensors: list[Tensor], *__: object, **___: object
+    _: Alone, results: list, tensors: list[Tensor], *__: object, **___: object
 ) -> dist.Work:
-    found[0][0].copy_(tensors[0])
-    return _done(found)
+    results[0][0].copy_(tensors[0])
+    return _done(results)
 
 
 def _copy(
-    _: Alone, found: Tensor, tensor: Tensor, *__: object, **___: object
+    _: Alone, result: Tensor, tensor: Tensor, *__: object, **___: object
 ) -> dist.Work:
-    return _done([found.copy_(tensor)])
+    return _done([result.copy_(tensor)])
 
 
 # Not written as methods: torch has each with several lists of arguments.

@@ -100,7 +100,7 @@ def start_worker(number: int) -> None:
             signal.siginterrupt(signum, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
-    def interrupt_rank(_: list[int]) -> None:
+    def interrupt_rank() -> None:
         """Interrupt the rank once the debugger has left this worker of it."""
         if not process.is_debugged() and threading.main_thread().is_alive():
             with contextlib.suppress(ProcessLookupError):  # the rank has ended

@@ -164,7 +164,7 @@ def _end_if_known(error: Exception) -> None:
         ending.report_and_exit(str(line), MISTAKE)
 
 
-def _follow_workers(_: list[int]) -> None:
+def _follow_workers() -> None:
     """End this rank once one of its loader workers has died, which the main thread may not see.
 
     It may be in a collective, and what torch raises in it may be swallowed.
@@ -176,7 +176,7 @@ def _follow_workers(_: list[int]) -> None:
             _end_if_known(fault)
 
 
-def _follow_end(_: list[int]) -> None:
+def _follow_end() -> None:
     """Name this rank once its script has ended and it has not; end it after --dist-timeout."""
     if threading.main_thread().is_alive():
         return
@@ -229,7 +229,7 @@ class Lateness:
 _lateness = Lateness()
 
 
-def follow_others(_: list[int]) -> None:
+def follow_others() -> None:
     """End this rank once another has failed; say where it is if one or a person asks."""
     if not distributed.has_met():
         return

@@ -47,7 +47,7 @@ def note_start() -> None:
             watch.thread.add_duty(_take_request)
 
 
-def _take_request(_: list[int]) -> None:
+def _take_request() -> None:
     """Raise the signal that launch.py has written, if it has."""
     request = Path(f"{process.End.silent}{protocol.REQUEST}")
     # ValueError: it is at it

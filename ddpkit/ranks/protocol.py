@@ -3,7 +3,7 @@
     launch.sh -> launch.py: checks its environment, starts the ranks, passes signals on to them
     rank: handlers.install_handlers: it ends with its launcher; then it imports torch
           failures.one_line_errors: starts its one thread, "watch"; errors come out of here
-          distributed.setup: takes a device, meets the others at the store, joins the group
+          distributed.rendezvous: takes a device, meets the others at the store
           stopping.on_signals: from here on a signal no longer ends it but stops all
     every POLL_SECONDS the thread looks, in this order, for
           the debugger or the launcher that has gone (F5) -> exits at once

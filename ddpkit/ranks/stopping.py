@@ -57,10 +57,10 @@ class Stopper:
         self.agreed = threading.Event()  # set once all have answered
         self.last_step = 0  # the latest of their answers
 
-    def __call__(self, signals: list[int]) -> None:
+    def __call__(self) -> None:
         try:
             self.check_hang()
-            for signum in signals:
+            for signum in watch.thread.signals:
                 if signum in STOP_SIGNALS:
                     self.request_stop(signum)
             if self.answered:
@@ -188,7 +188,7 @@ def _exit_soon(*_: object) -> None:
     """After the training: exit unless what follows it ends by itself in a few seconds."""
     deadline = time.monotonic() + protocol.END_SECONDS
 
-    def exit_late(_: list[int]) -> None:
+    def exit_late() -> None:
         if time.monotonic() > deadline:
             process.exit_now(STOPPED)
 

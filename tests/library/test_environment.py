@@ -94,7 +94,6 @@ def test_one_of_several_by_another_launcher(others, use):
     use({**others, "RANK": ""})
     with refusal("environment.check_alone", "there are others", "NNODES=1"):
         environment.adopt()
-    environment.adopt(alone=True)
     use({**others, "NNODES": "1"})
     assert environment.read_nodes() == ALONE
     use(

@@ -21,10 +21,14 @@ from ddpkit.vision import reporting
 
 LATE = """
 import time
+import torch
 import ddpkit
 from ddpkit.ranks import distributed
 with ddpkit.explaining():
-    distributed.setup(timeout=3)
+    here = distributed.rendezvous(timeout=3)
+    torch.distributed.init_process_group(
+        here.backend, None, here.timeout, here.world_size, here.rank, here.store
+    )
     if ddpkit.rank() == 0:
         distributed.barrier()
     time.sleep(60)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from generated import Ranks, after_step, die, refusal
 from ports import free_port
-from ranks import Patch, fork, join, on_ranks, said, wait
+from ranks import Patch, fork, join, on_ranks, said, setup, wait
 
 from ddpkit import launch
 from ddpkit.errors import UserError
@@ -159,7 +159,7 @@ def test_turns_may_take_longer_than_collectives(tmp_path):
     rank = int(os.environ["RANK"])
     log = tmp_path / "log"
     os.environ["LOCAL_RANK"] = "0" if rank == 1 else "2"
-    distributed.setup(timeout=1)
+    setup(timeout=1)
     for _ in range(2):
         with distributed.rank_zero_first(), log.open("a") as file:
             time.sleep(1.3)
@@ -194,7 +194,7 @@ def test_a_failure_in_a_turn(tmp_path):
     """It ends those that wait for theirs."""
 
     def act() -> None:
-        distributed.setup(timeout=60)
+        setup(timeout=60)
         with distributed.rank_zero_first():
             if distributed.rank() == 0:
                 raise UserError("no such file")
@@ -276,7 +276,7 @@ def test_a_broken_gpu(tmp_path):
     def act() -> None:
         if environment.node() == "node1":
             devices._name = lambda _: 1 / 0
-        distributed.setup(timeout=60)
+        setup(timeout=60)
 
     statuses, lines = end_of(act, tmp_path)
     assert statuses == [2, 2]
@@ -290,7 +290,7 @@ def test_a_store_that_is_cleaned_away(tmp_path):
     folder.mkdir(0o700, exist_ok=True)
     os.environ[protocol.STORE] = str(folder / "store")
     with failures.one_line_errors():
-        distributed.setup(timeout=30)
+        setup(timeout=30)
         distributed.store().set(f"key {distributed.rank()}", "1")
         distributed.barrier()
         if distributed.is_rank_zero():
@@ -350,7 +350,7 @@ def test_sums_of_bools(project):
 def test_what_rank_zero_does_alone():
     """It takes as long as it takes; a rank that has ended is not waited for."""
     protocol.ANSWER_SECONDS = 1
-    distributed.setup(timeout=4)
+    setup(timeout=4)
     if distributed.is_rank_zero():
         time.sleep(6)
     distributed.wait_for_all()
