@@ -14,14 +14,13 @@ Each has a --help.
 """
 
 import importlib
-import importlib.machinery
 import os
 import shutil
 import sys
 from pathlib import Path
 
 import ddpkit
-from ddpkit import files, launch
+from ddpkit import files, launch, version
 from ddpkit.errors import print_error, print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.run.flags import Parser
@@ -73,19 +72,11 @@ def copy() -> None:
     target = project / "ddpkit"
     if target.exists():
         raise ddpkit.UserError(f"{target} is there already; remove it to copy anew")
-    # what Python would import if the project's folder were not the first one
-    others = [folder for folder in sys.path if Path(folder).resolve() != project]
-    spec = importlib.machinery.PathFinder.find_spec("ddpkit", others)
-    if not spec or not spec.origin:  # a namespace package has none
-        raise ddpkit.UserError(
-            f"{sys.executable} has no other ddpkit installed: pip install it first, as "
-            "the first line of a requirements.txt says"
-        )
-    installed = Path(spec.origin).resolve().parent
+    own = version.FOLDER  # the installed one, as there is no other
     with files.filling(target) as partial:
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(installed, partial, ignore=ignored, dirs_exist_ok=True)
-    done = f"copied {installed} to {target}, which is used from now on"
+        shutil.copytree(own, partial, ignore=ignored, dirs_exist_ok=True)
+    done = f"copied {own} to {target}, which is used from now on"
     print_line(done, sys.stdout)
 
 

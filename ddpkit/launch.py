@@ -162,6 +162,7 @@ class Ranks:
         failed: tuple[int, int] | None = None
         statuses = self.poll()
         while None in statuses:
+            # One has failed: the others, which may wait for it, have half a minute to end.
             if any(statuses) and not failed:
                 # asked again: a mistake of another rank may have come to light since
                 failed = find_first(self.poll())

@@ -19,6 +19,7 @@ from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL
 def follow() -> None:
     """End all ranks with this one's debugger (VS Code's Stop means one process) or on Ctrl-C."""
     adapt()
+    # By it exit_now ends the launcher, and workers know that they are debugged.
     os.environ[DEBUGGED_LAUNCHER] = str(os.getppid()) if process.by_torchrun() else ""
     sys.breakpointhook = stop
     # What completion in the debug console has torch say

@@ -218,13 +218,12 @@ def print0(line: str) -> None:
 
 
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
-    """Return `tensor` combined over all ranks by `op`: "sum", "min", "max" or "mean"."""
+    """Return `tensor` combined over all ranks by `op`: "sum", "min" or "max"."""
     # A copy; of bools, whose sum would be a bool, as integers
     result = tensor.detach() + 0
-    name = "SUM" if op == "mean" else op.upper()
     if dist.is_initialized():
-        dist.all_reduce(result, getattr(dist.ReduceOp, name))
-    return result / world_size() if op == "mean" else result
+        dist.all_reduce(result, getattr(dist.ReduceOp, op.upper()))
+    return result
 
 
 def gather(tensor: Tensor) -> Tensor:

@@ -110,6 +110,8 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     threading.excepthook = workers.on_thread_error
     own_pid = os.getpid()
     try:
+        # In a thread: an error of another rank, or of a worker, has to end this one also
+        # while the main thread waits in a collective, where no Python runs.
         watch.thread.add_duty(follow_others)
         watch.thread.add_duty(_follow_workers)
         watch.thread.add_duty(_follow_end)
@@ -136,7 +138,8 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
             ending.exit_as_first(1)
         if environment.has_other_nodes():
             print_error(f"{environment.own_rank()}:")
-        atexit.register(ending.exit_as_first, 1)  # after the traceback
+        # After Python has printed the traceback: its own exit could wait for others.
+        atexit.register(ending.exit_as_first, 1)
         raise
 
 

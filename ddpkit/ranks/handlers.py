@@ -14,18 +14,21 @@ from ddpkit.ranks import children, debugger, process, protocol, watch
 
 def install_handlers() -> None:
     """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
+    # First of all, as the next file would get the number of a closed stream.
     guard_streams()
     line = no_torch()
     if line:
         print_error(line)
         sys.exit(protocol.MISTAKE)
-    process.be_quiet()
+    process.be_quiet()  # before torch is imported, which reads its variables then
     if not sys.stderr:  # it is closed
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.enable(sys.__stderr__ or sys.stderr)
+    # Exit handlers run in reverse: signals count no longer, then the workers are killed.
     children.end_workers_at_exit()
     atexit.register(process.ignore_signals)
     if process.by_torchrun():
+        # torchrun does not say its number; it is the parent.
         launcher = int(os.environ.get(protocol.LAUNCHER, os.getppid()))
         watch.end_with(signal.SIGTERM, launcher)
     is_first = process.by_plain_torchrun() and os.environ["RANK"] == "0"

@@ -162,6 +162,8 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
     explaining.asking.position = position
     watch.thread.add_duty(failures.follow_others)
     watch.thread.add_duty(stopper)
+    # The socket before the handlers: a signal that comes between them ends the process,
+    # as before; the other way round it would be lost.
     taken_from = signal.set_wakeup_fd(
         watch.thread.wakeup.fileno(), warn_on_full_buffer=False
     )
@@ -174,6 +176,7 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
         yield
         is_done = True
     finally:
+        # In reverse; first the main thread, which then no longer waits for the other one.
         _stopper = None
         if is_done:
             explaining.asking.position = str  # what follows is in no epoch
@@ -204,6 +207,7 @@ def end_step() -> None:
         if not _stopper.answered:
             _stopper.step += 1
             return
+    # This rank has said in which step it is: the others may be ahead, and it catches up.
     _stopper.agreed.wait()
     if _stopper.step >= _stopper.last_step:
         _stopper.is_stopping = True
