@@ -42,7 +42,10 @@ def failure(path: Path | str, error: OSError, verb: str = "written") -> LineErro
     # where a folder should be: mkdir says no more than that something is there
     link = error.filename
     if isinstance(error, FileExistsError) and link and os.path.islink(link):
-        reason = f"{link} links to {os.readlink(link)}, which is not there"
+        target = os.readlink(link)
+        return UserError(
+            f"{path}: cannot be {verb} ({link} links to {target}, which is not there)"
+        )
     return UserError(f"{path}: cannot be {verb} ({reason})")
 
 

@@ -24,7 +24,6 @@ def follow() -> None:
     sys.breakpointhook = stop
     # What completion in the debug console has torch say
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is", FutureWarning)
-    threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     signal.signal(signal.SIGINT, watch.hand_over)
     rank = os.getpid()
     parent = os.getppid()
@@ -49,6 +48,7 @@ def adapt() -> None:
 
     VS Code cuts off which process a row is of; beside it stands the description of the stop.
     """
+    threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     with contextlib.suppress(AttributeError, KeyError):  # its own names may change
         schema = sys.modules["_pydevd_bundle._debug_adapter.pydevd_schema"]
         filtering = sys.modules["_pydevd_bundle.pydevd_filtering"]
@@ -63,7 +63,7 @@ def adapt() -> None:
         def describe_with_name(
             body: object, reason: str, description: str | None = None, **rest: object
         ) -> None:
-            name = threading.main_thread().name
+            name = threading.main_thread().name  # in a worker another one
             describe(body, reason, f"{name}: {description or reason}", **rest)
 
         def follow_person() -> None:

@@ -165,7 +165,7 @@ def exit_now(status: int) -> NoReturn:
     remove_files()
     if threading.current_thread() is threading.main_thread():
         begin_to_leave()
-    # By SIGKILL: torchrun would wait 30 s for ranks that a debugger holds.
+    # By SIGKILL: torchrun would first wait for ranks that a debugger holds.
     if os.environ.get(DEBUGGED_LAUNCHER) == str(os.getppid()):
         os.kill(os.getppid(), KILL)
     # At last: in the main thread torch raises an error for a worker that has ended.
