@@ -24,6 +24,7 @@ def follow() -> None:
     sys.breakpointhook = stop
     # What completion in the debug console has torch say
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is", FutureWarning)
+    threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     signal.signal(signal.SIGINT, watch.hand_over)
     rank = os.getpid()
     parent = os.getppid()
@@ -48,7 +49,6 @@ def adapt() -> None:
 
     VS Code cuts off which process a row is of; beside it stands the description of the stop.
     """
-    threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     with contextlib.suppress(AttributeError, KeyError):  # its own names may change
         schema = sys.modules["_pydevd_bundle._debug_adapter.pydevd_schema"]
         filtering = sys.modules["_pydevd_bundle.pydevd_filtering"]

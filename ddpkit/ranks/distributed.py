@@ -358,6 +358,7 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
         ) from None
     line = f"rank {rank()} on {environment.node()} waits for a debugger: host {host}, port {port}"
     print_line(line, sys.stderr)
+    threading.main_thread().name = f"rank {rank()}"
     endpoint = Path(os.environ.get("VSCODE_DEBUGPY_ADAPTER_ENDPOINTS", ""))
     # It looks at its own machine only, and attaches to one rank at a time.
     by_editor = endpoint.parent.is_dir() and not environment.has_other_nodes()

@@ -45,14 +45,14 @@ class Asking:
 asking = Asking()  # of this process
 
 
-def _begin_anew() -> None:
+def _forget() -> None:
     """Leave what was asked to the parent: a forked child may become a rank of its own."""
     global asking
     asking = Asking()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_forget)
 
 
 class Position(NamedTuple):
