@@ -85,10 +85,6 @@ def rendezvous(
     elif Group.has_met_itself and dist.is_initialized():  # a notebook calls this again
         dist.destroy_process_group()
     device, note = devices.pick()
-    Group.store = dist.HashStore()
-    number = 0
-    size = 1
-    notes = [note]
     if is_launched:
         has_others = environment.has_other_nodes()
         if sys.platform == "linux" and not has_others:
@@ -102,6 +98,11 @@ def rendezvous(
         )
         if has_others:
             devices.choose_network(notes)
+    else:
+        Group.store = dist.HashStore()
+        number = 0
+        size = 1
+        notes = [note]
     device = devices.check(notes, device, Group.is_debugged)
     _note_process(Group.store, number)
     # From here on a rank that fails ends the others, too, though none is in the group.
