@@ -76,9 +76,9 @@ class RunFolder:
         with distributed.rank_zero_first():
             if distributed.is_rank_zero():
                 self._lock()
-                # asked of an earlier run
-                (self.path / protocol.QUESTION).unlink(missing_ok=True)
-            explaining.look_in(self.path)
+                question = self.path / protocol.QUESTION
+                question.unlink(missing_ok=True)  # asked of an earlier run
+                explaining.asking.question = question
             state = self._search()
         # Nodes that do not share a disk may have found different ones, or none.
         mine = (state["step"], self.contains(state["path"])) if state else (-1, False)

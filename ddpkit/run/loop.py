@@ -361,7 +361,7 @@ class Run(Checkpoints):
     def _block(self) -> Iterator[None]:
         # lets rank 0 print the start lines before any rank can fail
         distributed.barrier()
-        with stopping.on_signals(self._position), self._in_epochs():
+        with stopping.on_signals(self._here), self._in_epochs():
             try:
                 with contextlib.closing(self.report):
                     yield

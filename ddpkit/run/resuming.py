@@ -226,6 +226,7 @@ class Checkpoints:
         self.streams: dict[int, random.Random] = {}
         self.first_step = 0  # of this process
         self.phase = Phase.OUTSIDE
+        self.begun = 0  # the step of the epoch that began last, from 1
         self.is_due = False  # a save, at the end of the step or epoch
         self.turns = Turns()
         self.variables = LoopVariables(self.name)
@@ -299,7 +300,7 @@ class Checkpoints:
         It also saves before the last step of each: if what follows the steps does not end in time
         after a signal, that step is done once more, and nothing is lost.
         """
-        with on_signals(self._position), self._in_epochs():
+        with on_signals(self._here), self._in_epochs():
             while self.epoch < count:
                 self.variables.begin_epoch(self, self.epoch, self.parts)
                 # for what is drawn before its steps, such as by zip(loader, other)
@@ -327,6 +328,7 @@ class Checkpoints:
 
     def _begin_epoch(self) -> None:
         self.phase = Phase.EPOCH
+        self.begun = 0
         note_kept("")
 
     def steps(self, batches: Iterable, /, *networks: nn.Module) -> Steps:
@@ -373,6 +375,7 @@ class Checkpoints:
                 self.streams.clear()
                 self.turns.count += 1
                 before = self.step
+                self.begun = self.done + 1
                 yield batch
                 self._count(before)
                 self._end_turn(is_last=self.done == length)
@@ -394,7 +397,7 @@ class Checkpoints:
         # if it is left: in a notebook it may go on
         after = Phase.OUTSIDE if is_alone else Phase.AFTER
         try:
-            with on_signals(self._position) if is_alone else contextlib.nullcontext():
+            with on_signals(self._here) if is_alone else contextlib.nullcontext():
                 yield
                 if is_alone:
                     self._write_step()
@@ -655,6 +658,10 @@ class Checkpoints:
 
     def _position(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.done}"
+
+    def _here(self) -> str:
+        """Return where this rank is when it hangs, also in a step that is not done."""
+        return f"epoch {self.epoch + 1}, step {max(self.begun, self.done)}"
 
 
 def is_later(name: str) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from generated import Done, Project, after_step, die, rows
-from ranks import Patch, on_ranks
+from ranks import Patch, on_ranks, setup
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
@@ -409,7 +409,7 @@ def test_what_lies_beside_training(tmp_path: Path) -> None:
 @on_ranks(2, group=False)
 def test_a_tracker_that_takes_long(tmp_path: Path) -> None:
     """The other ranks wait, at its start and for each row, as long as it takes."""
-    distributed.setup(timeout=4)
+    setup(timeout=4)
 
     def start(_: object) -> Any:
         time.sleep(6)

@@ -19,7 +19,7 @@ import torch
 import torchvision
 from generated import Done, Project, both_tasks
 from ports import free_port
-from ranks import on_ranks
+from ranks import on_ranks, setup
 from safetensors.torch import load_file, save_file
 
 import ddpkit
@@ -306,7 +306,7 @@ def test_weights_that_cannot_be_had(downloads: Downloads) -> None:
 
 @on_ranks(2, group=False)
 def test_a_download_may_take_longer_than_collectives() -> None:
-    distributed.setup(timeout=2)
+    setup(timeout=2)
 
     def download(seconds: int) -> int:
         time.sleep(seconds)

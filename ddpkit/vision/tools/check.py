@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -266,7 +267,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = process.own("flags").parse_args(["--data", str(root), *flags])
     format = read_format(root)
     torch.set_num_threads(1)  # as in a loader worker
-    distributed.setup(alone=True)
+    # the project's code may ask its group
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     # the project's own data set says which kind of files it is made for
     has_masks = any(
         isinstance(kind, type) and issubclass(kind, folders.MaskFiles)
