@@ -486,19 +486,20 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
         # DIR/images/train2 beside DIR/images/val2 would all be for training
         is_whole = not any(map(places.is_part, parent.parts[-2:]))
         refuse_splits(names, parent, is_whole)
-    matched = pairing.match_names(image_of, mask_of)
-    how = matched.rule.describe()
-    if how:
-        distributed.print0(f"{folder_of_masks}: {how}")
-    for name in matched.images:
-        there = f", which has {mask_of[matched.masks[0]]}" if matched.masks else ""
+    mask_with, rule = pairing.match_names(image_of, mask_of)
+    if rule.describe():
+        distributed.print0(f"{folder_of_masks}: {rule.describe()}")
+    masks_left = sorted(mask_of.keys() - set(mask_with.values()))
+    for name in sorted(image_of.keys() - mask_with.keys()):
+        there = f", which has {mask_of[masks_left[0]]}" if masks_left else ""
         lack = f"{image_of[name]}: no mask of that name in {folder_of_masks}{there}"
         note(UserError(f"{lack}; {REMEDY}"))
-    for name in matched.masks:
+    for name in masks_left:
         lack = f"{mask_of[name]}: no image of that name in {folder}"
         note(UserError(f"{lack}; {REMEDY}"))
-    pairs = sorted(matched.pairs.items())
-    return [(image_of[image], mask_of[mask]) for image, mask in pairs]
+    return [
+        (image_of[image], mask_of[mask]) for image, mask in sorted(mask_with.items())
+    ]
 
 
 def read_list(path: Path, has_masks: bool, note: Note = raise_it) -> Pairs:

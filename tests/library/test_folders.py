@@ -302,7 +302,7 @@ def touch_pairs(folder: Path, image: str, mask: str, numbers: Sequence[int]) -> 
         ("{}_sat.jpg", "{}_seg.png", "images are named NAME_sat and masks are named "),
         ("{}_training.tif", "{}_manual1.gif", "masks are named NAME_manual1"),
         ("img_{}.jpg", "gt_{}.png", "masks are named gt_NAME"),
-        ("{}.jpg", "{}.jpg.png", "such as NAME.jpg.png"),
+        ("{}.jpg", "{}.jpg.png", "masks are named NAME.jpg"),
         ("IMG_{}.JPG", "img_{}.png", "small and capital letters"),
         ("a/x{}.jpg", "a/X{}_P.png", "masks are named NAME_p and small and capital"),
     ],
