@@ -29,8 +29,6 @@ from ddpkit.vision.places import EXTENSIONS, Place
 # as are often beside images
 NO_IMAGES = {"", ".csv", ".db", ".ini", ".json", ".txt", ".xml"}
 LABELS_IN_TEXT = {".txt", ".json", ".xml", ".csv"}
-# Names of folders, such as train_1. Of both kinds in one part, they have been mixed up.
-SPLITS = (r"train(ing)?[\W_]*\d*", r"(val|valid|validation|test|testing)[\W_]*\d*")
 # What systems, disks and network storage make by themselves, in small letters.
 LEFTOVERS = """#recycle|#snapshot|$extend|$recycle.bin|@__thumb|@eadir|@recently-snapshot|@recycle|
     @sharebin|@tmp|@transcode|__macosx|__pycache__|desktop.ini|ehthumbs.db|found.000|lost+found|
@@ -410,7 +408,7 @@ def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
             found += [(path, name) for path in paths]
         except UserError as error:
             note(error)
-    inside = [path[len(str(folder)) :] for path, _ in found]
+    inside = [path[len(str(folder)) + 1 :] for path, _ in found]
     refuse_splits(inside, folder, place.is_flat, has_classes=True)
     return found
 
@@ -424,29 +422,21 @@ def refuse_splits(
     """Raise a UserError if `names`, paths in `folder`, lie in folders of several parts.
 
     is_whole: the folder is that of no part, but of all there is. has_classes: the outermost folders
-    are classes, whose names may have any words.
+    are classes, whose names may have any words, but for that of a part alone.
     """
-    parents = {os.path.dirname(name) for name in names}
-    parts = {part.lower() for parent in parents for part in Path(parent).parts}
-    are_several = all(
-        any(re.fullmatch(kind, part) for part in parts) for kind in SPLITS
-    )
-    # words in names count beside each other: train_set and test_set
-    words: dict[Path, set[str]] = {}
-    for parent in parents:
-        levels = [Path(parent), *Path(parent).parents]
+    named: dict[str, set[str]] = {}  # folders, by part
+    for parent in {os.path.dirname(name) for name in names}:
+        levels = Path(parent).parts
         if has_classes:
-            levels = levels[:-2]  # but for the class and what is above
-        for place in levels:
-            words.setdefault(place.parent, set()).add(places.part_in_name(place.name))
-    are_beside = any(len(found - {""}) > 1 for found in words.values())
-    held_out = {"val", "test"}
-    has_held_out = is_whole and any(found & held_out for found in words.values())
-    if are_several or are_beside or has_held_out:
-        inner = {name for parent in parents for name in Path(parent).parts}
-        named = [name for name in sorted(inner) if places.part_in_name(name)]
+            levels = (*filter(places.is_part, levels[:1]), *levels[1:])
+        for name in levels:
+            part = places.part_in_name(name)
+            if part:
+                named.setdefault(part, set()).add(name)
+    if len(named) > 1 or (is_whole and named.keys() & {"val", "test"}):
+        found = sorted(set().union(*named.values()))
         raise UserError(
-            f"{folder}: folders of parts lie in it ({shorten(named)}), and all would be trained "
+            f"{folder}: folders of parts lie in it ({shorten(found)}), and all would be trained "
             "on; they have to be the outermost: DIR/train, DIR/val, DIR/test"
         )
 

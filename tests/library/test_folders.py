@@ -406,7 +406,7 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     """Two folders that may be meant are refused, and so is a set for the other task."""
     data = drawn("masks")
     shutil.copytree(data / "train/masks", data / "train/1st_manual")
-    with refusal("places.choose_folder", "1st_manual and masks"):
+    with refusal("places.choose_folder", "train/1st_manual and train/masks"):
         find("masks", data)
     shutil.rmtree(data / "train/1st_manual")
     with refusal("places.refuse_unknown", "for a segmentation project"):
@@ -447,7 +447,7 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     with refusal("folders.refuse_splits", "all would be trained on"):
         folders.match_pairs(place)
     (data / "yolo/images/loose.jpg").touch()
-    with refusal("places.places_in_kinds", "loose.jpg"):
+    with refusal("places.find_masks_of", "loose.jpg"):
         find("masks", data / "yolo")
 
 
