@@ -44,6 +44,7 @@ Pairs = list[tuple]
 Fold = tuple[int, int]  # part N of K
 Note = Callable[[UserError], None]  # what becomes of an error
 COLUMNS = {False: ("file", "label"), True: ("image", "mask")}  # of lists; with masks
+FILE_COLUMNS = {"file", "image", "mask"}
 SEPARATOR = ";"  # of labels
 SPLIT_COLUMNS = {"split", "subset", "set", "part", "partition"}  # in a list
 REMEDY = "names may differ by one ending, the same for all, or list the pairs in DIR/train.csv"
@@ -90,35 +91,49 @@ def say_skipped(why: str, what: str) -> None:
     distributed.print0(f"skipped, because {why}: {what}")
 
 
+def walk_data(
+    folder: Path, output: Path | None = None, may_be_output: bool = False
+) -> Iterator[tuple[str, list[str], list[str], set[str]]]:
+    """Like `walk`, but for what runs and predict.py have written, whose names are given, too.
+
+    may_be_output: that may be all of `folder`. output: where predict.py writes.
+    """
+    for parent, inner, names in walk(folder):
+        found = {*inner, *names}
+        made: set[str] = set()
+        if any(found >= own for own in OF_RUNS):
+            # what somebody names is meant, whatever has been written there
+            is_meant = parent == str(folder) and not may_be_output
+            made = found & FOLDERS_OF_RUNS if is_meant else found
+        elif found >= OF_PREDICTIONS or os.path.realpath(parent) == str(output):
+            made = found & OF_PREDICTIONS
+        if made:
+            say_skipped("a run or predict.py writes there", parent)
+        # `walk` goes on with what is left
+        inner[:] = [name for name in inner if name not in made]
+        yield parent, inner, [name for name in names if name not in made], made
+
+
 def list_images(
     folder: Path, output: Path | None = None, may_be_output: bool = False
 ) -> list[str]:
     """Return the paths of all images below `folder`, sorted; a UserError if there is none.
 
-    What runs and predict.py have written is left out; the files of `folder` itself if it may be
-    that. output: where predict.py writes.
+    output, may_be_output: as of `walk_data`.
     """
     paths_of: dict[str, list[str]] = {}  # by the files' endings
     has_output = False
-    for parent, inner, names in walk(folder):
-        found = set(inner + names)
-        made: set[str] = set()
-        # what somebody names is meant, whatever has been written there
-        if is_of_run(found) and (may_be_output or parent != str(folder)):
-            made = found
-        elif found >= OF_PREDICTIONS or os.path.realpath(parent) == str(output):
-            made = found & OF_PREDICTIONS
-        if made:
-            say_skipped("a run or predict.py writes there", parent)
-            has_output = True
-            inner[:] = [name for name in inner if name not in made]
+    for parent, _, names, made in walk_data(folder, output, may_be_output):
+        has_output = has_output or bool(made)
         for name in names:
-            if not name.startswith(".") and name not in made:
+            if not name.startswith("."):
                 ending = os.path.splitext(name)[1].lower()
                 paths_of.setdefault(ending, []).append(os.path.join(parent, name))
     # arrays may be anything, such as embeddings beside the images
     read = (EXTENSIONS & paths_of.keys()) or ({".npy"} & paths_of.keys())
-    if not read and not (may_be_output and has_output):
+    if not read and may_be_output and has_output:
+        return []  # the folder of a run, no class
+    if not read:
         there = shorten(sorted(paths_of)) or "nothing"
         hint = ""
         if not paths_of.keys().isdisjoint(LABELS_IN_TEXT):
@@ -127,14 +142,9 @@ def list_images(
             f"{folder}: no images in it ({there}); add some, such as .jpg or .png, or remove the "
             f"folder{hint}"
         )
-    if read:  # else it is the folder of a run, no class
-        for ending in sorted(paths_of.keys() - read - NO_IMAGES):
-            say_skipped("their type is not read", ending)
+    for ending in sorted(paths_of.keys() - read - NO_IMAGES):
+        say_skipped("their type is not read", ending)
     return sorted(path for ending in read for path in paths_of[ending])
-
-
-def is_of_run(names: set[str]) -> bool:
-    return any(names >= own for own in OF_RUNS)
 
 
 def collect(
@@ -147,17 +157,18 @@ def collect(
     found = []
     output = output and output.resolve()
     are_several = len(inputs) > 1  # of which a shell's * may have named some
-    for given in dict.fromkeys(inputs):  # each once
-        place = Path(given)
-        is_written = place.name in OF_PREDICTIONS and place.parent.resolve() == output
-        if are_several and (is_written or is_leftover(place.name)):
+    for given in dict.fromkeys(map(Path, inputs)):  # each once
+        is_written = given.name in OF_PREDICTIONS and given.parent.resolve() == output
+        if are_several and (is_written or is_leftover(given.name)):
             continue
         if os.path.isfile(given):  # False, too, of a name that is too long
-            found.append((str(given), os.path.splitext(place.name)[0]))
-            continue
-        for path in list_images(place, output, are_several):
-            below = os.path.relpath(path, given)
-            found.append((path, os.path.splitext(below)[0]))
+            start = given.parent
+            paths = [str(given)]
+        else:
+            start = given
+            paths = list_images(given, output, are_several)
+        for path in paths:
+            found.append((path, os.path.splitext(os.path.relpath(path, start))[0]))
     return found
 
 
@@ -361,20 +372,10 @@ def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs
     return sorted(found, key=itemgetter(1))
 
 
-def class_folders(folder: Path) -> list[str]:
-    """Return the names of the folders in `folder`, but for those of a run that writes there."""
-    _, inner, names = next(walk(folder))
-    if not is_of_run(set(names)):
-        return inner
-    for name in sorted(FOLDERS_OF_RUNS & set(inner)):
-        say_skipped("a run writes there", str(folder / name))
-    return [name for name in inner if name not in FOLDERS_OF_RUNS]
-
-
 def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
     """Return (path, class name) of all images in the class folders of a place."""
     folder = place.images
-    names = class_folders(folder)
+    _, names, _, _ = next(walk_data(folder))
     for name in names if place.is_flat else []:
         if places.is_part(name):
             distributed.print0(f"{folder / name}: a part of the set, no class")
@@ -495,7 +496,6 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
 def read_list(path: Path, has_masks: bool, note: Note = raise_it) -> Pairs:
     """Return the values of COLUMNS in each row of a CSV file, and of `group`, if it has that."""
     columns = COLUMNS[has_masks]
-    count = 1 + has_masks  # paths
     found = []
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -513,18 +513,17 @@ def read_list(path: Path, has_masks: bool, note: Note = raise_it) -> Pairs:
             others = [name for name in names if name and name not in wanted]
             if others:
                 distributed.print0(f"{path}: columns not used: {', '.join(others)}")
-            divides = [name for name in others if name.lower() in SPLIT_COLUMNS]
-            part = places.part_in_name(path.stem)
             for row in table:
-                for name in divides:
-                    refuse_part(f"{path}, line {table.line_num}", name, row[name], part)
-                # as spreadsheets leave below the last one
-                if "".join(row[name] for name in names).strip():
-                    line = f"{path}, line {table.line_num}"
-                    try:
-                        found.append(_read_row(line, row, wanted, path.parent, count))
-                    except UserError as error:
-                        note(error)
+                line = f"{path}, line {table.line_num}"
+                values = {name: row[name].strip() for name in names}
+                if not any(values.values()):  # as spreadsheets leave below the last one
+                    continue
+                for name in others:
+                    refuse_part(line, name, values[name], path)
+                try:
+                    found.append(_read_row(line, values, wanted, path.parent))
+                except UserError as error:
+                    note(error)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
             f"{path}: cannot be read ({error}); save it as CSV in UTF-8"
@@ -534,27 +533,29 @@ def read_list(path: Path, has_masks: bool, note: Note = raise_it) -> Pairs:
     return found
 
 
-def refuse_part(line: str, column: str, value: str, part: str) -> None:
-    """Raise a UserError if a row is of another part than its list."""
-    name = value.strip()
+def refuse_part(line: str, column: str, name: str, path: Path) -> None:
+    """Raise a UserError if a row of the list at `path` is of another part than that."""
     found = places.part_in_name(name) if places.is_part(name) else ""
-    if found and found != part:
+    if column.lower() in SPLIT_COLUMNS and found not in (
+        "",
+        places.part_in_name(path.stem),
+    ):
         raise UserError(
-            f"{line}: {column} is {name}, but all rows of this list are for {part}; move "
-            f"those of {found} into {found}.csv"
+            f"{line}: {column} is {name}, but all rows of this list are for "
+            f"{places.part_in_name(path.stem)}; move those of {found} into {found}.csv"
         )
 
 
 def _read_row(
-    line: str, row: dict[str, str], columns: Sequence[str], root: Path, count: int
+    line: str, row: dict[str, str], columns: Sequence[str], root: Path
 ) -> tuple:
-    """Return the values of `columns` in a row; the first `count` are paths of files."""
-    values: list[str] = []
+    """Return the values of `columns` in a row, of files their paths."""
+    values = []
     for name in columns:
-        value = row[name].strip()
+        value = row[name]
         if not value:
             raise UserError(f"{line}: no {name}; add it")
-        if len(values) < count:
+        if name in FILE_COLUMNS:
             value = os.path.join(root, value)  # one from the root stays as it is
             if not os.path.isfile(value):
                 raise UserError(f"{line}: {value} does not exist; correct the line")
