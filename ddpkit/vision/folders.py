@@ -205,16 +205,11 @@ def hold_out(
 
     Of each class as many, unless samples have groups, of which each stays together, or no class.
     """
-    has_groups = any(len(sample) > 2 for sample in samples)
     # By class, then by group or path: the indices of what stays together.
     units: dict[object, dict[str, list[int]]] = {}
-    for index, sample in enumerate(samples):
-        if has_groups:
-            kind = None
-            unit = sample[2]
-        else:
-            kind = sample[1] if isinstance(sample[1], int) else None
-            unit = os.path.relpath(sample[0], root)
+    for index, (path, label, *group) in enumerate(samples):
+        unit = group[0] if group else os.path.relpath(path, root)
+        kind = None if group or isinstance(label, str) else label
         units.setdefault(kind, {}).setdefault(unit, []).append(index)
     held = []
     for found in units.values():
@@ -236,7 +231,7 @@ def split(
     """Split samples into those for training and those that `hold_out` takes; say so."""
     # by class and path, in whichever order the list or the folders have them
     samples = sorted(samples, key=lambda s: (s[1] if isinstance(s[1], int) else 0, s))
-    held = hold_out(samples, root, fold)
+    held = set(hold_out(samples, root, fold))
     place = root / ("val.csv" if has_lists(root) else "val")
     if not 0 < len(held) < len(samples):
         few = f"{root}: {len(samples)} images for training are too few to split"
@@ -246,8 +241,8 @@ def split(
     distributed.print0(
         f"{why}: {len(held)} of {len(samples)} images used for validation"
     )
-    others = sorted(set(range(len(samples))) - set(held))
-    return [samples[i] for i in others], [samples[i] for i in held]
+    others = [sample for n, sample in enumerate(samples) if n not in held]
+    return others, [samples[n] for n in sorted(held)]
 
 
 def has_lists(root: Path) -> bool:
@@ -361,14 +356,14 @@ def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs
     """Return the samples, by class, with its number in place of its name, or a text of several."""
     number_of = {name: number for number, name in enumerate(classes)}
     found = []
-    for sample in samples:
+    for path, label, *group in samples:
         # without doubles, such as "cat; cat"; unknown ones come in `check` alone
-        known = number_of.keys() & set(labels_in(sample[1], several))
+        known = number_of.keys() & set(labels_in(label, several))
         own = sorted(number_of[name] for name in known)
         if several:
-            found.append((sample[0], SEPARATOR.join(map(str, own)), *sample[2:]))
+            found.append((path, SEPARATOR.join(map(str, own)), *group))
         elif own:
-            found.append((sample[0], own[0], *sample[2:]))
+            found.append((path, own[0], *group))
     return sorted(found, key=itemgetter(1))
 
 
@@ -376,19 +371,19 @@ def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
     """Return (path, class name) of all images in the class folders of a place."""
     folder = place.images
     _, names, _, _ = next(walk_data(folder))
-    for name in names if place.is_flat else []:
-        if places.is_part(name):
+    classes = []
+    for name in names:
+        part = places.part_in_name(name) if place.is_flat else ""
+        if part and places.is_part(name):
             distributed.print0(f"{folder / name}: a part of the set, no class")
-    if place.is_flat:
-        names = [name for name in names if not places.is_part(name)]
-        for name in names:
-            part = places.part_in_name(name)
-            if part:
-                distributed.print0(
-                    f"{folder / name}: taken for a class; if it is not, rename it to "
-                    f"{folder / part}, or move it elsewhere"
-                )
-    if not names:
+            continue
+        if part:
+            distributed.print0(
+                f"{folder / name}: taken for a class; if it is not, rename it to "
+                f"{folder / part}, or move it elsewhere"
+            )
+        classes.append(name)
+    if not classes:
         hint = ""
         if places.images_in(folder) and folder.name in places.PARTS["train"]:
             hint = (
@@ -399,7 +394,7 @@ def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
             f"{folder}: no class folders in it{hint}; README.md describes what is expected"
         )
     found: Pairs = []
-    for name in names:
+    for name in classes:
         try:
             if name.encode("utf-8", "ignore").decode() != name:
                 raise UserError(
@@ -681,11 +676,11 @@ def find_classes(
     data = Path(data)
     samples, val_samples, classes = find_labelled(data, part, fold)
     train, val = _make_parts(data, samples, val_samples, mean, std, arch)
-    train.classes = len(classes)
-    val.classes = len(classes)
-    labels = [n for sample in train.samples for n in class_numbers(sample[1])]
-    val_labels = [n for sample in val.samples for n in class_numbers(sample[1])]
-    class_counts.say_images(classes, labels, val_labels, part)
+    labels = []
+    for each in train, val:
+        each.classes = len(classes)
+        labels.append([n for sample in each.samples for n in class_numbers(sample[1])])
+    class_counts.say_images(classes, *labels, part)
     return train, val, classes
 
 
