@@ -28,7 +28,6 @@ from ddpkit.vision.places import EXTENSIONS, Place
 
 # as are often beside images
 NO_IMAGES = {"", ".csv", ".db", ".ini", ".json", ".txt", ".xml"}
-LABELS_IN_TEXT = {".txt", ".json", ".xml", ".csv"}
 # What systems, disks and network storage make by themselves, in small letters.
 LEFTOVERS = """#recycle|#snapshot|$extend|$recycle.bin|@__thumb|@eadir|@recently-snapshot|@recycle|
     @sharebin|@tmp|@transcode|__macosx|__pycache__|desktop.ini|ehthumbs.db|found.000|lost+found|
@@ -135,12 +134,9 @@ def list_images(
         return []  # the folder of a run, no class
     if not read:
         there = shorten(sorted(paths_of)) or "nothing"
-        hint = ""
-        if not paths_of.keys().isdisjoint(LABELS_IN_TEXT):
-            hint = "; python -m ddpkit convert takes labels in text"
         raise UserError(
             f"{folder}: no images in it ({there}); add some, such as .jpg or .png, or remove the "
-            f"folder{hint}"
+            "folder"
         )
     for ending in sorted(paths_of.keys() - read - NO_IMAGES):
         say_skipped("their type is not read", ending)
@@ -460,12 +456,15 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
     """Return (image path, mask path) of the images in a place; a line says how names differ."""
     folder = place.images
     folder_of_masks = place.masks or folder
-    found = collect([folder])
+    or_convert = f"; or, for other labels: {places.convert_command(place.root)}"
+    try:
+        found = collect([folder])
+        found_masks = collect([folder_of_masks])
+    except UserError as error:
+        raise UserError(f"{error.line}{or_convert}", error.code) from None
     if folder_of_masks == folder:  # the names tell
         found_masks = [each for each in found if places.is_beside(each[0])]
         found = [each for each in found if not places.is_beside(each[0])]
-    else:
-        found_masks = collect([folder_of_masks])
     image_of = index_by_name(found, note)
     mask_of = index_by_name(found_masks, note)
     for names, parent in (image_of, folder), (mask_of, folder_of_masks):
@@ -479,10 +478,10 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
     for name in sorted(image_of.keys() - mask_with.keys()):
         there = f", which has {mask_of[masks_left[0]]}" if masks_left else ""
         lack = f"{image_of[name]}: no mask of that name in {folder_of_masks}{there}"
-        note(UserError(f"{lack}; {REMEDY}"))
+        note(UserError(f"{lack}; {REMEDY}{or_convert}"))
     for name in masks_left:
         lack = f"{mask_of[name]}: no image of that name in {folder}"
-        note(UserError(f"{lack}; {REMEDY}"))
+        note(UserError(f"{lack}; {REMEDY}{or_convert}"))
     return [
         (image_of[image], mask_of[mask]) for image, mask in sorted(mask_with.items())
     ]
@@ -502,7 +501,8 @@ def read_list(path: Path, has_masks: bool, note: Note = raise_it) -> Pairs:
                 if name not in names:
                     raise UserError(
                         f"{path}: no column {name} in its first line, which must name the "
-                        f"columns {','.join(columns)}"
+                        f"columns {','.join(columns)}, or have it read by "
+                        f"{places.convert_command(path.parent)}"
                     )
             wanted = [*columns, "group"] if "group" in names else columns
             others = [name for name in names if name and name not in wanted]

@@ -6,6 +6,7 @@ A line names each folder that is taken for another name than README.md has.
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -54,12 +55,13 @@ OTHER_TASK = {
 class Place(NamedTuple):
     """The folders of a part: of its images or classes, and of its masks, which may be the same.
 
-    is_flat: there are class folders beside those of other parts.
+    is_flat: there are class folders beside those of other parts. root: of the whole set.
     """
 
     images: Path
     masks: Path | None = None
     is_flat: bool = False
+    root: Path = Path("DIR")
 
 
 class Role(NamedTuple):
@@ -148,7 +150,7 @@ def find_places(root: Path, has_masks: bool, wanted: Iterable[str]) -> dict[str,
             )
         elif not place.masks and place.images != folder:
             distributed.print0(f"{part}: images in {place.images}")
-    return found
+    return {part: place._replace(root=root) for part, place in found.items()}
 
 
 def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
@@ -216,8 +218,8 @@ def inner_folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         if folder.exists():
             raise UserError(
-                f"{folder}: a file, not a folder: name the one that it is in, or have python -m "
-                "ddpkit convert read it"
+                f"{folder}: a file, not a folder: name the one that it is in; or, for "
+                f"labels: {convert_command(folder)}"
             )
         raise UserError(f"{folder}: no such folder")
     inner = sorted(each for each in folder.iterdir() if each.is_dir())
@@ -310,7 +312,7 @@ def refuse_unknown(root: Path, folder: Path, has_masks: bool) -> NoReturn:
     whole = find_whole(folder, has_masks)
     if not has_masks and has_kinds(folder):
         hint = f": {OTHER_TASK[has_masks]}"
-    elif own_names:
+    elif own_names and (not has_masks or any(map(has_kinds, inner))):
         hint = f": {own_names}"
     elif whole:
         hint = f": name {whole} instead"
@@ -318,10 +320,11 @@ def refuse_unknown(root: Path, folder: Path, has_masks: bool) -> NoReturn:
         hint = f": {OTHER_TASK[has_masks]}"
     raise UserError(
         f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}{hint}; expected "
-        f"{EXPECTED[has_masks]}; other formats are read by {convert_command(root)}"
+        f"{EXPECTED[has_masks]}; or, for other labels: {convert_command(root)}"
     )
 
 
 def convert_command(source: Path) -> str:
     """Return what to type, so that labels of another program become a set in this layout."""
-    return f"python -m ddpkit convert {source} {os.path.abspath(source)}-converted"
+    out = f"{os.path.abspath(source)}-converted"
+    return f"python -m ddpkit convert {shlex.quote(str(source))} {shlex.quote(out)}"
