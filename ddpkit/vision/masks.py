@@ -106,7 +106,7 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
         rows.append((match[1], key, match[1].lower() == "void"))
     # The first class decides how many numbers each line has: 0, 1 or 3.
     kind = next((len(key) for _, key, is_void in rows if not is_void), 0)
-    names: list[str] = []
+    number_of: dict[str, int] = {}
     keys: dict[tuple, int] = {}
     place = 0  # among the lines with a name alone
     for name, given, is_void in rows:
@@ -115,15 +115,13 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
         # beside names alone, void may have a value
         if len(given) != kind and not (is_void and kind == 0 and len(given) == 1):
             raise UserError(f"{path}: {name}: write all lines in one way: {FORMS}")
-        if key in keys or (name in names and not given):
+        if key in keys or (name in number_of and not given):
             raise UserError(f"{path}: {name}: its name or its value comes twice")
         if is_void:
             keys[key] = VOID  # no class
-        elif name in names:  # one class may have several values
-            keys[key] = names.index(name)
-        else:
-            keys[key] = len(names)
-            names.append(name)
+        else:  # one class may have several values
+            keys[key] = number_of.setdefault(name, len(number_of))
+    names = list(number_of)
     if not 2 <= len(names) <= VOID:
         raise UserError(
             f"{path}: {len(names)} classes; needs 2 to {VOID}, one per line"
