@@ -20,7 +20,7 @@ from PIL import Image
 from ddpkit.data.format import DEFAULT_FORMAT, VOID, Format
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import images
-from ddpkit.vision.images import LazyImage
+from ddpkit.vision.images import LazyMask
 
 # by what a mask shows: what it means, and in which file
 Meant = dict[str, tuple[str, str]]
@@ -134,7 +134,7 @@ def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.
     return lazy_mask(path, labels, format).pixels
 
 
-def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> LazyImage:
+def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> LazyMask:
     """Return the mask at `path`, whose class numbers are looked up where it is read.
 
     Raises a UserError if the file is no mask. That a value is no class is found, too, where it is
@@ -148,7 +148,7 @@ def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> Laz
                     f"{path}: a mask of {values.dtype}; save it in RGB, or grey of 8 bits"
                 )
             # of any type: what classes.txt lists has nine digits at most
-            return _mask_of(values.astype(np.float64), Legend(path, labels))
+            return LazyMask(values.astype(np.float64), Legend(path, labels).translate)
         image = Image.fromarray(values)
     else:
         image = images.read_stored(path, format)
@@ -158,17 +158,20 @@ def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> Laz
     if image.mode in ("LA", "RGBA"):
         _refuse_clear(path, image)
     if image.mode == "RGBA":
-        return _mask_of(_as_keys(np.asarray(image)), ColorLegend(path, labels))
+        return LazyMask(
+            _as_keys(np.asarray(image)), ColorLegend(path, labels).translate
+        )
     if image.mode == "LA":
         image = image.getchannel("L")
     if image.mode in OF_8_BITS:
-        return _mask_of(*_read_bytes(path, labels, image))
+        stored, legend = _read_bytes(path, labels, image)
+        return LazyMask(stored, legend.translate)
     values = np.asarray(image)
     if values.ndim > 2 or labels.has_greys:
         raise UserError(
             f"{path}: a mask of mode {image.mode}; save it in RGB, or grey of 8 bits"
         )
-    return _mask_of(values, Legend(path, labels))
+    return LazyMask(values, Legend(path, labels).translate)
 
 
 def _read_bytes(
@@ -210,14 +213,6 @@ def _refuse_clear(path: str, image: Image.Image) -> None:
         raise UserError(
             f"{path}: a mask with transparent pixels; save it without transparency"
         )
-
-
-def _mask_of(stored: np.ndarray, legend: "Legend") -> LazyImage:
-    height, width = stored.shape
-    mask = LazyImage(height, width, lambda _: legend.translate(stored), mode="P")
-    mask.stored = stored
-    mask.translate = legend.translate
-    return mask
 
 
 def _as_keys(colors: np.ndarray) -> np.ndarray:
