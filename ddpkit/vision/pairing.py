@@ -134,7 +134,7 @@ def common_end(names: Names, rule: Rule) -> str:
     end = ""
     while True:
         letters = Counter(file[: len(file) - len(end)][-1:] for file in files)
-        letter = max(letters, key=lambda each: (letters[each], each))
+        letter = max(letters, key=lambda each: (letters[each], each), default="")
         if not letter or 2 * letters[letter] < len(names):
             return end
         end = letter + end

@@ -36,7 +36,7 @@ MASKS = (
 PART_OF = {name: part for part, names in PARTS.items() for name in names}
 KIND_OF = {**dict.fromkeys(IMAGES, "images"), **dict.fromkeys(MASKS, "masks")}
 # a part, a kind, or both
-FOLDER = re.compile(rf"({'|'.join(PART_OF)})?[\W_]*({'|'.join(KIND_OF)})?")
+FOLDER = re.compile(rf"(?=[^\W_])({'|'.join(PART_OF)})?[\W_]*({'|'.join(KIND_OF)})?")
 # of masks that lie beside their images in one folder
 BESIDE = re.compile(
     r".*[\W_](masks?|labels?|labelids|gt|annot|seg|groundtruth|manual1)",
@@ -161,7 +161,7 @@ def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
     if images and masks:
         for outer in images.parent, masks.parent:
             stray = images_in(outer)
-            if stray and role_of(outer.name).kind:
+            if stray and outer != root and role_of(outer.name).kind:
                 raise UserError(
                     f"{outer}: folders of parts, and {shorten(stray)} beside them; move these "
                     "into one of the folders"
@@ -173,8 +173,14 @@ def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
     alone = folder or images
     if alone and any(is_beside(name) for name in images_in(alone)):
         return Place(alone, alone)
-    if alone and part:
-        refuse_unknown(root, alone, has_masks=True)
+    if folder:
+        refuse_unknown(root, folder, has_masks=True)
+    lone = images or masks
+    if part and lone and any_image(lone):
+        lacking = "masks" if images else "images"
+        raise UserError(
+            f"{lone}: no folder of its {lacking}; add it, or move this one elsewhere"
+        )
     return None
 
 

@@ -349,6 +349,9 @@ def test_names_that_are_not_paired(tmp_path: Path) -> None:
         with refusal("folders.match_pairs", "1.jpg", "names may differ by one ending"):
             folders.match_pairs(place)
     place = touch_pairs(tmp_path / "mixed", "a{}.jpg", "a{}.png", range(5))
+    alone = touch_pairs(tmp_path / "alone", "a{}_mask.png", "b{}.png", range(2))
+    with refusal("folders.match_pairs", "a0_mask.png", "no image of that name"):
+        folders.match_pairs(Place(alone.images))
     (place.masks / "a3.png").rename(place.masks / "a3_mask.png")
     with refusal("folders.match_pairs", "a3.jpg", "a3_mask.png"):
         folders.match_pairs(place)
@@ -446,6 +449,10 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     place = touch_pairs(data / "loose", "test/{}.jpg", "test/{}.png", range(3))
     with refusal("folders.refuse_splits", "all would be trained on"):
         folders.match_pairs(place)
+    shutil.copytree(data / "yolo/images/train", data / "yolo/images/val")
+    with refusal("places.find_masks_of", "images/val", "no folder of its masks"):
+        find("masks", data / "yolo")
+    shutil.rmtree(data / "yolo/images/val")
     (data / "yolo/images/loose.jpg").touch()
     with refusal("places.find_masks_of", "loose.jpg"):
         find("masks", data / "yolo")
