@@ -329,7 +329,7 @@ class ColorLegend(Legend):
 
 def _values_in(stored: np.ndarray) -> list[int]:
     """Return the values of 8 bits that occur, in ascending order."""
-    return [value for _, value in Image.fromarray(stored).getcolors()]
+    return np.flatnonzero(Image.fromarray(stored).histogram()).tolist()
 
 
 def add_meanings(known: Meant, found: Meant) -> None:
