@@ -203,7 +203,7 @@ def test_what_is_wrong_in_a_mask() -> None:
     side = drawn.shape[0]
     panel = drawn[side // 2, -7 * side // 8 :]  # without the gap
     seen = [tuple(panel[len(panel) * (2 * i + 1) // 14]) for i in range(7)]
-    right, missed, false, other = pictures.ERRORS.values()
+    missed, false, right, other = pictures.ERRORS.values()
     plain = seen[4]
     assert seen == [right, missed, other, false, plain, right, plain]
     assert len({*plain}) == 1  # grey
