@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image, ImageFilter
+from PIL import Image
 from torch import Tensor
 
 from ddpkit import files
@@ -25,7 +25,6 @@ from ddpkit.vision.rows import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -42,12 +41,7 @@ TINT = 0.4  # the share of a class's colour
 # classes of a confusion matrix with numbers in it, and with names beside it
 MOST_NUMBERS = 45
 MOST_NAMES = 120
-ERRORS = {  # Okabe and Ito's colours; by is in the truth + 2 * is in the prediction
-    "missed": (213, 94, 0),
-    "false": (86, 180, 233),
-    "right": (0, 158, 115),
-    "other class": (240, 228, 66),
-}
+WRONG = np.uint8([213, 94, 0])  # on a pale image
 
 # For people with any kind of colour blindness, too (Machado et al. 2009, at severity
 # 1), the least distance in CIELAB is 40 between two of the first 8, 18 of all 24, and
@@ -96,18 +90,6 @@ def overlay(image: np.ndarray, mask: np.ndarray, classes: Sequence[str]) -> np.n
     return np.where(colors.any(-1, keepdims=True), np.asarray(tinted), image)
 
 
-def outline(pixels: np.ndarray, mask: np.ndarray, classes: Sequence[str]) -> np.ndarray:
-    """Return the image (H, W, 3) with the edges of each class in its colour, but of black ones."""
-    numbers = Image.fromarray(mask)
-    lowest, highest = [
-        np.asarray(numbers.filter(kind(5)))  # two pixels to each side
-        for kind in (ImageFilter.MinFilter, ImageFilter.MaxFilter)
-    ]
-    colors = colors_of(classes, 256)[mask]
-    is_drawn = (lowest != highest) & colors.any(-1)
-    return np.where(is_drawn[..., None], colors, pixels)
-
-
 def draw_masks(
     axes: "Axes",
     image: Tensor,
@@ -115,7 +97,7 @@ def draw_masks(
     target: Tensor,
     classes: Sequence[str],
 ) -> None:
-    """Draw an image, the same tinted by its predicted and its true mask, and what is wrong.
+    """Draw an image, the same tinted by its predicted and its true mask, and where they differ.
 
     Side by side on `axes`, with the image's mean IoU. image: uint8 (3, H, W). predicted, target:
     uint8 (H, W). Black edges without a label, at the right and below, with which validation images
@@ -136,11 +118,12 @@ def draw_masks(
     bottom, right = np.argwhere(is_own).max(0, initial=0) + 1
     step = 1 + max(bottom, right) // LARGEST
     pixels, guess, truth = [each[:bottom:step, :right:step] for each in every]
+    is_wrong = (guess != truth) & (truth < len(classes))
     panels = [
         pixels,
         overlay(pixels, guess, classes),
         overlay(pixels, truth, classes),
-        draw_errors(axes, pixels, guess, truth, classes),
+        np.where(is_wrong[..., None], WRONG, pixels // 3 + 160),
     ]
     axes.imshow(in_a_row(panels))
     axes.set_xlabel("image | prediction | truth | errors")
@@ -151,28 +134,6 @@ def in_a_row(panels: Sequence[np.ndarray]) -> np.ndarray:
     edges = ((0, 0), (0, 4), (0, 0))
     padded = [np.pad(each, edges, constant_values=255) for each in panels]
     return np.concatenate(padded, axis=1)[:, :-4]
-
-
-def draw_errors(
-    axes: "Axes",
-    pixels: np.ndarray,
-    guess: np.ndarray,
-    truth: np.ndarray,
-    classes: Sequence[str],
-) -> np.ndarray:
-    """Return a pale image (H, W, 3) with ERRORS in their colours, which go to the legend of `axes`.
-
-    An object is what has a class with a colour; black ones are its ground.
-    """
-    is_object: np.ndarray = np.any(colors_of(classes, 256), axis=-1)
-    is_label = truth < len(classes)
-    kind = (is_object[truth] + 2 * is_object[guess]) * is_label
-    kind[(kind == 3) & (guess != truth)] = 4
-    colors = np.array([(0, 0, 0), *ERRORS.values()], np.uint8)
-    for name, color in zip(ERRORS, colors[1:] / 255, strict=True):
-        axes.scatter([], [], marker="s", color=color, label=name)
-    grey = np.asarray(Image.fromarray(pixels).convert("L"))[..., None]
-    return np.where(kind[..., None] > 0, colors[kind], 160 + grey // 3)
 
 
 @contextlib.contextmanager
@@ -317,14 +278,13 @@ def draw_legend(
 ) -> None:
     """Draw the colours of the classes in `present`; numbers that are no class stand for void.
 
-    Other marks come from the figure's first axes. black: what is said of black ones, which are left
-    out without it.
+    black: what is said of black ones, which are left out without it.
     """
     from matplotlib.patches import Patch
 
     colors = colors_of(classes, 256) / 255
     classes = legible(classes)
-    entries: list[Artist] = []
+    entries = []
     for i in sorted({min(number, len(classes)) for number in present}):
         name = clip(classes[i]) if i < len(classes) else "void"
         if not colors[i].any():
@@ -333,8 +293,6 @@ def draw_legend(
             name += f" ({black})"
         label = f" {name}"  # a leading underscore would leave an entry out
         entries.append(Patch(facecolor=colors[i], edgecolor="black", label=label))
-    for axes in figure.axes[:1]:
-        entries += axes.get_legend_handles_labels()[0]
     figure.legend(
         handles=entries, loc="outside lower center", ncols=8, fontsize=9, frameon=False
     )

@@ -28,11 +28,6 @@ def only_numbers(row: Row) -> dict[str, float]:
     return {name: x for name, x in row.items() if isinstance(x, int | float)}
 
 
-def recorded_epochs(folder: Path) -> int:
-    path = folder / "metrics.csv"
-    return max(0, len(path.read_bytes().splitlines()) - 1) if path.is_file() else 0
-
-
 def recorded_rows(folder: Path, epochs: float = math.inf) -> list[Row]:
     """Return the rows of metrics.csv up to the epoch of that number, without empty cells.
 
@@ -137,17 +132,18 @@ class EpochLines:
         """
         numbers = only_numbers(row)
         width = len(f"epoch {self.epochs}/{self.epochs}")
-        columns = [" " * width]
-        words = [f"epoch {row['epoch']}/{self.epochs}".ljust(width)]
-        for name in self.fitting(numbers, best, width):
-            title = clip(name).rjust(8)
-            columns.append(title)
-            words.append(as_digits(numbers[name]).rjust(len(title)))
-        header = GAP.join([*columns, "left".rjust(8)])
-        found = [header] if header != self.header else []
+        names = self.fitting(numbers, best, width)
+        titles = [clip(name).rjust(8) for name in [*names, "left"]]
+        cells = [as_digits(numbers[name]) for name in names]
+        header, line = table_lines(
+            [" " * width, *titles],
+            [[f"epoch {row['epoch']}/{self.epochs}", *cells, left]],
+        )
+        if is_best:
+            line += f"{GAP}best"
+        lines = [line] if header == self.header else [header, line]
         self.header = header
-        mark = f"{GAP}best" if is_best else ""
-        return [*found, GAP.join([*words, left.rjust(8)]) + mark]
+        return lines
 
     def fitting(self, names: Collection[str], best: str, width: int) -> list[str]:
         """Return the columns that fit: losses, `best`, others, and at last those of classes."""

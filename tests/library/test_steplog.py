@@ -385,7 +385,6 @@ def test_what_lies_beside_training(tmp_path: Path) -> None:
     tracker = lambda _: ("mine", lambda row: 1 / 0)  # noqa: E731
     options = {"log_every": 1, "device": CPU, "tracker": tracker}
     report = Reporter(tmp_path, epochs=2, **options)
-    report.catch_up()
     for epoch in range(2):
         for _ in report.progress(range(3), epoch, 3, 1):
             pass
@@ -416,7 +415,7 @@ def test_a_tracker_that_takes_long(tmp_path: Path) -> None:
         return "mine", lambda row: time.sleep(6)
 
     report = Reporter(tmp_path, epochs=1, device=CPU, tracker=start)
-    report.catch_up()
+    report.start_tracker()
     distributed.barrier()
     report.rows.append({"epoch": 1})
     report.log_last_row(is_best=False)
