@@ -251,8 +251,9 @@ def per_class_lines(
     if len(classes) > MOST_LINES:
         # NaN, which sorts after all numbers, is of classes that are nowhere
         numbers = table[:, 2].argsort(stable=True)[:FEW_LINES].tolist()
+    names = [*(classes[number] for number in numbers), "mean, sum"]
     cells = []
-    for name, row in [*((classes[n], table[n]) for n in numbers), ("mean, sum", means)]:
+    for name, row in zip(names, [*table[numbers], means], strict=True):
         *shares, support = row.tolist()
         digits = [as_digits(share) for share in shares[: len(shown)]]
         cells.append([clip(name), f"{support:,.0f}", *digits])

@@ -32,9 +32,8 @@ DrawExample = Callable[["Axes", Tensor, Tensor, Tensor, Sequence[str]], None]
 # image uint8 (C, H, W), target, logits, lines above it
 Example = tuple[Tensor, Tensor, Tensor, Sequence[str]]
 
-# inches and square inches of an image with its masks
-HIGHEST = 3.2
-LARGEST_AREA = 18
+WIDTH = 16  # inches of a grid of images
+TITLE = 0.15  # of a line above an image
 LARGEST = 640  # pixels; of larger masks each second, third ... is drawn
 DPI = 150
 TINT = 0.4  # the share of a class's colour
@@ -256,15 +255,12 @@ def lay_out(figure: "Figure") -> None:
     """Put the axes of `figure`, each with an image, into a grid of cells of one size."""
     every = figure.axes
     height, width = np.max([axes.images[0].get_size() for axes in every], axis=0)
-    scale = min(HIGHEST / height, math.sqrt(LARGEST_AREA / (height * width)))
-    # of a cell, in inches: the image and, above it, its lines and a margin
     lines = 3 + max(axes.get_title().count("\n") for axes in every)
-    height = height * scale + 0.15 * lines
-    width = width * scale
-    rows = round(math.sqrt(len(every) * width / (1.5 * height))) or 1
-    columns = math.ceil(len(every) / rows)
-    rows = math.ceil(len(every) / columns)  # as few as these columns need
-    figure.set_size_inches(columns * width, rows * height)
+    columns = round(math.sqrt(1.5 * len(every) * height / width))
+    columns = min(max(columns, 1), len(every))
+    rows = math.ceil(len(every) / columns)
+    cell = WIDTH / columns * height / width + TITLE * lines
+    figure.set_size_inches(WIDTH, rows * cell)
     grid = figure.add_gridspec(rows, columns)
     for i, axes in enumerate(every):
         axes.set_subplotspec(grid[i])
