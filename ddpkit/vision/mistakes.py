@@ -91,14 +91,14 @@ class TopLosses:
         stopping.agree()
         pairs = list(zip(self.losses.tolist(), self.indices.tolist(), strict=True))
         mine = pairs, bool(self.are_labels)
-        found = []
+        every = []
         for pairs, are_labels in distributed.gather_objects(mine):
             if not are_labels:
                 return []
-            found += [pair for pair in pairs if pair[0] != -math.inf]
+            every += [pair for pair in pairs if pair[0] != -math.inf]
         # NaN before all numbers
-        found.sort(key=lambda pair: (not math.isnan(pair[0]), -pair[0], pair[1]))
-        return found[:COUNT]
+        every.sort(key=lambda pair: (not math.isnan(pair[0]), -pair[0], pair[1]))
+        return every[:COUNT]
 
 
 @dataclass
@@ -193,9 +193,7 @@ def spread(total: int, count: int) -> list[int]:
 def short_names(dataset: MapDataset, indices: Iterable[int]) -> list[str]:
     """Return the files of samples, from the folder that all of them share, for a picture."""
     every = [samples.file_of(dataset, index) for index in indices]
-    # the first and the last of the set may be in other folders
-    ends = [samples.file_of(dataset, index) for index in (0, len(dataset) - 1)]
-    folders = [os.path.dirname(os.path.abspath(path)) for path in every + ends if path]
+    folders = [os.path.dirname(os.path.abspath(path)) for path in every if path]
     root = os.curdir
     with contextlib.suppress(ValueError):  # there are none, or they are on two drives
         root = os.path.commonpath(folders)

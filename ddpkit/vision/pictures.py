@@ -38,7 +38,7 @@ LARGEST = 640  # pixels; of larger masks each second, third ... is drawn
 DPI = 150
 TINT = 0.4  # the share of a class's colour
 # classes of a confusion matrix with numbers in it, and with names beside it
-MOST_NUMBERS = 45
+MOST_NUMBERS = 30
 MOST_NAMES = 120
 WRONG = np.uint8([213, 94, 0])  # on a pale image
 
@@ -59,9 +59,9 @@ def legible(classes: Sequence[str]) -> Sequence[str]:
     letters = {ord(letter) for name in classes for letter in name}
     if letters <= get_font(findfont(FontProperties())).get_charmap().keys():
         return classes
-    found = Classes([f"{number} {name}" for number, name in enumerate(classes)])
-    found.colors = getattr(classes, "colors", None)
-    return found
+    numbered = Classes([f"{number} {name}" for number, name in enumerate(classes)])
+    numbered.colors = getattr(classes, "colors", None)
+    return numbered
 
 
 def colors_of(classes: Sequence[str], count: int = 0) -> np.ndarray:
@@ -200,8 +200,7 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
         percent = 100 * counts / sums[:, None]
         share = counts.trace() / counts.sum()
     side = min(4 + 0.24 * count, 15)  # inches
-    # points: of names, and of numbers that fit into a cell
-    size = min(10, max(5, 36 * side / count))
+    size = min(10, max(5, 18 * side / count))  # points: 100.0 fits into a cell
     with drawing(path) as figure:
         figure.set_size_inches(side, side)
         axes = figure.subplots()
@@ -220,10 +219,15 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
             return
         for row, column in np.argwhere(percent > 0):
             value = percent[row, column]
-            text = f"{value:.1f}" if count <= 10 else f"{value:.0f}"
             color = "white" if value > 30 else "black"
             axes.text(
-                column, row, text, color=color, fontsize=size, ha="center", va="center"
+                column,
+                row,
+                f"{value:.1f}",
+                color=color,
+                fontsize=size,
+                ha="center",
+                va="center",
             )
 
 

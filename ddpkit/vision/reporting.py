@@ -129,19 +129,17 @@ class Reporter:
         If not, print its start lines, write args.json, record rows that it had saved when it was
         killed, and start the tracker. All ranks have to call this, and wait for rank 0.
         """
-        recorded = distributed.from_rank_zero(
-            lambda: len(recorded_rows(self.folder)),
-        )
+        recorded = len(distributed.from_rank_zero(recorded_rows, self.folder))
         is_complete = min(run.epoch, recorded) >= self.epochs
         self.active = self.active and not is_complete
         self._go_on(run.epoch, run.step, run.history, run.device)
         if not is_complete:
             self.steps.begin_epoch()
-            self._print_start(run)
-            distributed.await_rank_zero(self._catch_up, recorded)
+            distributed.await_rank_zero(self._begin, run, recorded)
         return is_complete
 
-    def _catch_up(self, recorded: int) -> None:
+    def _begin(self, run: Run, recorded: int) -> None:
+        self._print_start(run)
         self.start_tracker()
         # They may be more: of epochs after the one that was gone back to.
         if self.rows and recorded != len(self.rows):
@@ -178,9 +176,8 @@ class Reporter:
         if name_of:  # of a GPU
             device = name_of(self.device)
         val = ""
-        if isinstance(
-            run.val_loader, loading.Loader
-        ):  # another may have a share of them
+        # another may have a share of them
+        if isinstance(run.val_loader, loading.Loader):
             val = f"{len(samples.dataset_of(run.val_loader))} validation images | "
         distributed.print0(
             f"{ranks} rank(s) on {device} | batch {run.batch_size} per rank x "

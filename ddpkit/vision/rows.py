@@ -38,11 +38,14 @@ def recorded_rows(folder: Path, epochs: float = math.inf) -> list[Row]:
     if not path.is_file():  # nor a pipe, which may not end
         return rows
     text = path.read_bytes().replace(b"\0", b"").decode("utf-8-sig", "surrogateescape")
-    for cells in csv.DictReader(io.StringIO(text, newline=""), restval=""):
-        row = {name: as_number(cell) for name, cell in cells.items() if name and cell}
-        number = row.get("epoch")
-        if isinstance(number, int) and number <= epochs:
-            rows.append(row)
+    with contextlib.suppress(csv.Error):
+        for cells in csv.DictReader(io.StringIO(text, newline=""), restval=""):
+            row = {
+                name: as_number(cell) for name, cell in cells.items() if name and cell
+            }
+            number = row.get("epoch")
+            if isinstance(number, int) and number <= epochs:
+                rows.append(row)
     return rows
 
 
@@ -58,9 +61,9 @@ def as_number(text: str) -> float | str:
 
 def best_row(rows: Sequence[Row], name: str, direction: object) -> Row | None:
     """Return the first row with the best `name`; None if none has it. direction: max or min."""
-    found = [row for row in rows if not math.isnan(number_in(row, name))]
+    known = [row for row in rows if not math.isnan(number_in(row, name))]
     sign = -1 if direction == "min" else 1
-    return max(found, key=lambda row: sign * number_in(row, name), default=None)
+    return max(known, key=lambda row: sign * number_in(row, name), default=None)
 
 
 def number_in(row: Row, name: str) -> float:
@@ -154,10 +157,10 @@ class EpochLines:
         others = [name for name in shown if name not in of_class]
         others.sort(key=lambda name: (not name.endswith("loss"), name != best))
         room = WIDTH - width - len("  00:00:00  best")
-        found: list[str] = []
+        fitting: list[str] = []
         for group in [*([name] for name in others), of_class]:
             needed = sum(len(GAP) + max(8, len(clip(name))) for name in group)
             if needed <= room:
-                found += group
+                fitting += group
                 room -= needed
-        return found
+        return fitting

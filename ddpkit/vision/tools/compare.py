@@ -4,7 +4,6 @@ Prints of each --output-dir the best value of the metric that chooses best.pt an
 many epochs are done, how long they have trained, and the flags that differ between the runs.
 """
 
-import csv
 import datetime
 import functools
 import json
@@ -28,7 +27,6 @@ DAMAGED = (
     OSError,
     ValueError,
     RecursionError,
-    csv.Error,
     AttributeError,
     KeyError,
     TypeError,
