@@ -40,7 +40,7 @@ TINT = 0.4  # the share of a class's colour
 # classes of a confusion matrix with numbers in it, and with names beside it
 MOST_NUMBERS = 30
 MOST_NAMES = 120
-WRONG = np.uint8([213, 94, 0])  # on a pale image
+WRONG = np.array([213, 94, 0], np.uint8)  # on a pale image
 
 # For people with any kind of colour blindness, too (Machado et al. 2009, at severity
 # 1), the least distance in CIELAB is 40 between two of the first 8, 18 of all 24, and
@@ -162,17 +162,19 @@ def draw_curves(
 
     best, direction: the metric by which best.pt is chosen, and max or min: that epoch is marked.
     """
-    shown = []
-    for name in only_numbers(rows[-1]):
-        if name == best or not (name in OF_TUNING or is_of_class(name, classes)):
-            shown.append(name)
+    shown = [
+        name
+        for name in only_numbers(rows[-1])
+        if name == best or not (name in OF_TUNING or is_of_class(name, classes))
+    ]
+    losses = [name for name in shown if name.endswith("loss")]
+    others = [name for name in shown if name not in losses]
     epochs = [number_in(row, "epoch") for row in rows]
     marked = best_row(rows, best, direction)
     with drawing(path) as figure:
         figure.set_size_inches(10, 4)
-        for axes, kind in zip(figure.subplots(1, 2), ("loss", "metric"), strict=True):
-            is_of_losses = kind == "loss"
-            names = [each for each in shown if each.endswith("loss") == is_of_losses]
+        left, right = figure.subplots(1, 2)
+        for axes, kind, names in (left, "loss", losses), (right, "metric", others):
             for name in names:
                 # NaN, of a row without the value, is not drawn
                 values = [number_in(row, name) for row in rows]

@@ -211,9 +211,11 @@ class Reporter:
 
     def print_parameters(self, network: nn.Module) -> None:
         """Print how many parameters the network has, and how many are trained, if that is new."""
-        weights = list(network.parameters())
-        total = sum(weight.numel() for weight in weights)
-        trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+        total = 0
+        trained = 0
+        for weight in network.parameters():
+            total += weight.numel()
+            trained += weight.numel() * weight.requires_grad
         line = f"{type(network).__name__}: {total:,} parameters"
         if trained < total:
             line += f", {trained:,} of them trained"
