@@ -186,7 +186,7 @@ class Run(Checkpoints):
         watched = criterion if isinstance(criterion, Criterion) else None
         self.first_steps = FirstSteps(self.parts, optimizer, watched, accumulate)
         # as far as the checkpoint, and metrics.csv, which is written after it
-        self.is_complete: bool = report.begin(self)
+        self.is_complete: bool = report.begin_run(self)
         self.block = self._block()
 
     @staticmethod

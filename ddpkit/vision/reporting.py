@@ -123,7 +123,7 @@ class Reporter:
         # in a folder of its own, for other people's scalars have other steps
         self.board = Board(self.folder / EPOCHS, epoch, self.active)
 
-    def begin(self, run: Run) -> bool:
+    def begin_run(self, run: Run) -> bool:
         """Go on where `run` does; return whether all is done and recorded, and nothing left.
 
         If not, print its start lines, write args.json, record rows that it had saved when it was
@@ -135,10 +135,10 @@ class Reporter:
         self._go_on(run.epoch, run.step, run.history, run.device)
         if not is_complete:
             self.steps.begin_epoch()
-            distributed.await_rank_zero(self._begin, run, recorded)
+            distributed.await_rank_zero(self._begin_run, run, recorded)
         return is_complete
 
-    def _begin(self, run: Run, recorded: int) -> None:
+    def _begin_run(self, run: Run, recorded: int) -> None:
         self._print_start(run)
         self.start_tracker()
         # They may be more: of epochs after the one that was gone back to.

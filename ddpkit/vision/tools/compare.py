@@ -44,18 +44,18 @@ class Compared:
     direction: str
 
     @functools.cached_property
-    def best(self) -> Row:
+    def top(self) -> Row:
         return rows.best_row(self.rows, self.metric, self.direction) or {}
 
     @property
     def score(self) -> float:
-        return rows.number_in(self.best, self.metric)
+        return rows.number_in(self.top, self.metric)
 
     @property
     def order(self) -> tuple[bool, str, float]:
         """Return what comes first: of each metric the best, and a run without any at the end."""
         score = self.score if self.direction == "min" else -self.score
-        return (not self.best, self.metric, score)
+        return (not self.top, self.metric, score)
 
     def cells(self) -> list[str]:
         seconds = [rows.number_in(row, "train_seconds") for row in self.rows]
@@ -64,11 +64,11 @@ class Compared:
         if "epochs" in self.flags:
             epochs += f"/{self.flags['epochs']}"
         best = NONE
-        if self.best:
+        if self.top:
             best = f"{self.metric} {rows.as_digits(self.score)}"
         time = str(datetime.timedelta(seconds=round(known)))
         name = rows.clip_middle(escape(self.folder))
-        return [name, best, str(self.best.get("epoch", NONE)), epochs, time]
+        return [name, best, str(self.top.get("epoch", NONE)), epochs, time]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
