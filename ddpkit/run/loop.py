@@ -187,14 +187,7 @@ class Run(Checkpoints):
             self.parts, optimizer, watched, accumulate, self.turns.stepped
         )
         # as far as the checkpoint, and metrics.csv, which is written after it
-        self.is_complete: bool = report.go_on(
-            self.epoch, self.step, self.history, self.device
-        )
-        report.print_start(
-            self.source, self.batch_size, accumulate, train_loader, val_loader, kept
-        )
-        self._note_best()
-        report.catch_up(kept)
+        self.is_complete: bool = report.begin_run(self)
         self.block = self._block()
 
     @staticmethod
@@ -583,13 +576,15 @@ class Run(Checkpoints):
 
     def _choose_score(self, row: Mapping) -> None:
         self.chosen.choose(row, self.epoch)
-        self._note_best()
+        self.report.note_facts(best=self.best_by)  # for what searches for flags
 
-    def _note_best(self) -> None:
-        """Say in args.json which score is the best, for what searches for flags."""
-        if self.chosen.is_higher is not None:
-            direction = "max" if self.chosen.is_higher else "min"
-            self.report.note_facts(best=[self.chosen.name, direction])
+
+    @property
+    def best_by(self) -> Sequence[str]:
+        """The score that is the best, and "max" or "min"; "" while that is not known."""
+        if self.chosen.is_higher is None:
+            return ("", "")
+        return (self.chosen.name, "max" if self.chosen.is_higher else "min")
 
     def _save_again(self) -> None:
         """A part was changed after `end_epoch`, such as a scheduler stepped there."""

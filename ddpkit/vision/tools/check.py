@@ -1,7 +1,7 @@
 """Check a data set before training: python -m ddpkit check DIR [main.py's flags]
 
 Reads every file once, and prints what is in them and all that is wrong with them. Draws check.png:
-a dozen training images with their classes, or the outlines of their masks, and beside each what
+a dozen training images with their classes, or tinted by their masks, and beside each what
 dataset.py makes of it, with the flags of main.py that follow DIR, such as --augment rotation.
 
 The exit status is 1 if there are errors: files that cannot be read, images without masks and masks

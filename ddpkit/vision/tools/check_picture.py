@@ -53,7 +53,7 @@ def draw_check(path: Path, args: Namespace) -> str:
             for pixels, mask in shown:
                 if mask is not None:
                     present.update(np.unique(mask).tolist())
-                    pixels = pictures.outline(pixels, mask, classes)
+                    pixels = pictures.overlay(pixels, mask, classes)
                 panels.append(pixels)
             axes.imshow(pictures.in_a_row(panels))
             lines = [file or samples.name(train_set, index)]
