@@ -124,28 +124,24 @@ def find_published(arch: str, encoder: str, options: dict) -> dict[str, Fetch]:
         if not own or not timm.is_model_pretrained(name):
             return {}
         build = partial(timm.create_model, name, pretrained=True, **options)
-        return {own.tag or "default": partial(fetch, own.hf_hub_id, build)}
+        return {own.tag or "default": partial(fetch, build)}
     if not encoder:
         return {}
     import segmentation_models_pytorch as smp
 
-    repositories: dict[str, str | None] = {}
     if encoder.startswith("tu-"):  # of timm: its tag, if any, says which weights
         name = encoder.removeprefix("tu-")
-        own = timm.get_pretrained_cfg(name)
-        if own and timm.is_model_pretrained(name):
-            repositories["imagenet"] = own.hf_hub_id
+        timm.get_pretrained_cfg(name)  # refuses a tag that there is not
+        names = ["imagenet"] if timm.is_model_pretrained(name) else []
     else:
         about = smp.encoders.encoders.get(encoder, {})
-        for name, each in (about.get("pretrained_settings") or {}).items():
-            repositories[name] = each.get("repo_id")
-    found: dict[str, Fetch] = {}
-    for name in sorted(repositories, key=lambda name: name != "imagenet"):
-        build = partial(smp.encoders.get_encoder, encoder, weights=name)
-        if arch == "dpt":  # alone takes encoders whose maps have one size
-            build = partial(build_dpt_encoder, encoder, name)
-        found[name] = partial(fetch, repositories[name], build, "encoder.")
-    return found
+        names = list(about.get("pretrained_settings") or ())
+    # dpt alone takes encoders whose maps have one size
+    build = build_dpt_encoder if arch == "dpt" else smp.encoders.get_encoder
+    return {
+        name: partial(fetch, partial(build, encoder, weights=name), "encoder.")
+        for name in sorted(names, key=lambda name: name != "imagenet")
+    }
 
 
 def build_dpt_encoder(encoder: str, weights: str) -> nn.Module:
@@ -154,16 +150,23 @@ def build_dpt_encoder(encoder: str, weights: str) -> nn.Module:
     return smp.DPT(encoder_name=encoder, encoder_weights=weights).encoder
 
 
+def fetch(build: Callable[[], nn.Module], prefix: str = "") -> Tensors:
+    """Return the tensors of the network that `build` makes with published weights."""
+    with reaching_hub(), torch.random.fork_rng([]):
+        network = build()
+    return {f"{prefix}{key}": value for key, value in network.state_dict().items()}
+
+
 @contextlib.contextmanager
-def reaching(repository: str | None) -> Iterator[None]:
+def reaching_hub() -> Iterator[None]:
     """Leave the hub alone in the block unless it answers: its library would try for minutes."""
     import huggingface_hub as hub
 
     before = hub.constants.HF_HUB_OFFLINE
     try:
-        if repository:
-            url = hub.hf_hub_url(repository, "config.json")
-            hub.get_hf_file_metadata(url, timeout=SECONDS)
+        # any file will do, also one that is not there
+        url = hub.hf_hub_url("timm/resnet18.a1_in1k", "config.json")
+        hub.get_hf_file_metadata(url, timeout=SECONDS)
     except Exception as error:
         answer = getattr(error, "response", None)  # such as 404
         if answer is None or answer.status_code >= 500:
@@ -172,15 +175,6 @@ def reaching(repository: str | None) -> Iterator[None]:
         yield
     finally:
         hub.constants.HF_HUB_OFFLINE = before
-
-
-def fetch(
-    repository: str | None, build: Callable[[], nn.Module], prefix: str = ""
-) -> Tensors:
-    """Return the tensors of the network that `build` makes with published weights."""
-    with reaching(repository), torch.random.fork_rng([]):
-        network = build()
-    return {f"{prefix}{key}": value for key, value in network.state_dict().items()}
 
 
 def copy_matching(

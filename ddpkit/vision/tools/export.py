@@ -35,7 +35,6 @@ from ddpkit.run.outputs import to_logits
 from ddpkit.vision.predicting import open_model
 
 TOLERANCE = 1e-3  # how far logits may differ, as a share of the largest (at least 1)
-CPU = torch.device("cpu")
 Predict = Callable[[Tensor], Tensor]
 
 
@@ -94,18 +93,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore")  # what exporters say is for their authors
     logging.disable()
     own = process.own("model")
-    stride = own.STRIDE  # 0 in classification
-    now: dict[str, object] = {"tile": 0}  # the file has no tiles
-    if given.data:
-        now["data"] = str(given.data)
-
-    def parse_args(words: Sequence[str], then: Mapping[str, object]) -> Namespace:
-        return process.own("flags").parse_args(words, {**then, **now})
-
+    stride = own.STRIDE  # none in classification
+    parse_args = process.own("flags").parse_args
     model, classes, args, format = open_model(
-        given.checkpoint, own.build_model, parse_args, CPU
+        given.checkpoint, own.build_model, parse_args, torch.device("cpu")
     )
     used = vars(args)
+    used["tile"] = 0  # the file has no tiles
+    if given.data:
+        used["data"] = str(given.data)
     # channels last would be traced, too
     model = model.to(memory_format=torch.contiguous_format)
     network = Network(own.infer, model, format, args).eval()

@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for needed in map(path.with_name, NEEDED):
         if not needed.is_file():
             raise UserError(f"{needed}: no such file; name a checkpoint of a run")
-    names = [path.name, *NEEDED]
+    copied = ["metrics.csv"]
     for name in SHOWN:  # if they are there; worst.csv has paths of this machine
         if path.with_name(name).is_file() and name != "worst.csv":
-            names.append(name)
+            copied.append(name)
     if given.output.resolve() == path.parent.resolve():
         raise UserError(
             f"--output {given.output} is the run's own folder: name another one"
@@ -84,20 +84,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     about = without_paths(json.loads(files.read_file(path.with_name("args.json"))))
     title = given.repo or process.project().name
     # before anything is written, because it may find a fault
-    card = make_card(path, state, about, title, given.license, names)
-    for name in names:
-        with files.writing(given.output / name, parents=True) as tmp_path:
-            if name == path.name:
-                checkpoint.write_file(tmp_path, state)
-            elif name == "args.json":
-                tmp_path.write_text(json.dumps(about, indent=2) + "\n", "utf-8")
-            else:
-                shutil.copyfile(path.with_name(name), tmp_path)
-    with files.writing(given.output / "README.md") as tmp_path:
-        tmp_path.write_text(card, encoding="utf-8")
-    print(f"written to {given.output}: README.md, {', '.join(names)}")
+    card = make_card(path, state, about, title, given.license, copied)
+    with files.writing(given.output / path.name, parents=True) as tmp_path:
+        checkpoint.write_file(tmp_path, state)
+    for name in copied:
+        with files.writing(given.output / name) as tmp_path:
+            shutil.copyfile(path.with_name(name), tmp_path)
+    files.save_text(given.output / "args.json", json.dumps(about, indent=2) + "\n")
+    files.save_text(given.output / "README.md", card)
+    names = [path.name, "args.json", "README.md", *copied]
+    print(f"written to {given.output}: {', '.join(names)}")
     if given.repo:
-        names.append("README.md")
         url = push(given.output, names, given.repo, given.private)
         print(f"published: {url}")
 
