@@ -102,9 +102,11 @@ def look(part: str, dataset: MapDataset, index: int) -> Facts:
     channels = dataset.format.channels
     if channels:
         # in double precision, because all images are added up
-        flat = pixels.reshape(-1, channels).astype(np.float64)
-        ones = np.ones_like(flat)
-        facts.moments = np.stack([ones, flat, flat**2]).sum(1)
+        flat = pixels.reshape(-1, channels)
+        count = np.full(channels, len(flat))
+        sums = flat.sum(0, np.float64)
+        squares = np.square(flat).sum(0, np.float64)
+        facts.moments = np.stack([count, sums, squares])
     return facts
 
 

@@ -10,6 +10,7 @@ import csv
 import importlib.util
 import io
 import json
+import math
 import re
 import shlex
 import shutil
@@ -24,7 +25,7 @@ from ddpkit.run import checkpoint
 from ddpkit.run.file_names import SHOWN
 from ddpkit.run.flags import OF_A_START, Parser
 from ddpkit.run.states import State
-from ddpkit.vision.rows import OF_TUNING
+from ddpkit.vision.rows import OF_TUNING, number_in, only_numbers, recorded_rows
 
 NEEDED = ["args.json", "metrics.csv"]
 # A path that begins at the root, at home or above, with all that follows: it may have
@@ -127,23 +128,25 @@ def make_card(
     data = escape(Path(used.get("data") or "demo").name).replace("`", "'")
     kind = "segmentation" if process.own("model").STRIDE else "classification"
     task = f"image-{kind}"
-    rows = read_rows(path.with_name("metrics.csv"))
-    header = rows.pop(0)
+    rows = recorded_rows(path.parent)
     last = rows[-1]
     # of the checkpoint's epoch; a run that goes on may have written more since
-    own = next((row for row in rows if row[0] == str(state["epoch"])), last)
-    scores = [["", f"{path.name}, epoch {own[0]}", f"the last, epoch {last[0]}"]]
+    own = next((row for row in rows if row["epoch"] == state["epoch"]), last)
+    ends = [f"{path.name}, epoch {own['epoch']}", f"the last, epoch {last['epoch']}"]
+    scores = [["", *ends]]
     results = []
-    for name, value, last_value in zip(header, own, last, strict=True):
+    for name in only_numbers({**own, **last}):
         if name in OF_TUNING:
             continue
-        text = f"{float(value or 'nan'):.4g}"  # empty: not measured in that epoch
-        scores.append([name, text, f"{float(last_value or 'nan'):.4g}"])
-        if text != "nan":
-            results.append(EvalResult(task, data, data, name, float(text)))
+        value = number_in(own, name)
+        scores.append([name, f"{value:.4g}", f"{number_in(last, name):.4g}"])
+        if not math.isnan(value):  # else not measured in that epoch
+            results.append(EvalResult(task, data, data, name, value))
     tables = to_markdown(scores)
     if "per_class.csv" in names:
-        tables += "\n\n" + to_markdown(read_rows(path.with_name("per_class.csv")))
+        text = files.read_file(path.with_name("per_class.csv")).decode(errors="replace")
+        classes = csv.reader(io.StringIO(text, newline=""))
+        tables += "\n\n" + to_markdown(list(classes))
     facts = ModelCardData(
         license=license,
         library_name="pytorch",
@@ -196,11 +199,6 @@ def used_flags(used: dict[str, object]) -> list[str]:
             if value is not True:  # such as --deterministic, which takes no value
                 words.append(str(value))
     return words
-
-
-def read_rows(path: Path) -> list[list[str]]:
-    text = files.read_file(path).decode(errors="replace")
-    return list(csv.reader(io.StringIO(text, newline="")))
 
 
 def to_markdown(table: Sequence[Sequence[str]]) -> str:
