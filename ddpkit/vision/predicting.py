@@ -90,10 +90,10 @@ class Predictor:
         self.model, self.classes, self.args, format = opened
         self.files = folders.collect(inputs, output)
         paths = [Path(each) for each in inputs]
+        around = {each if each.is_dir() else each.parent for each in paths}
         # What training allowed, or what data.json in a folder of images allows.
-        limit = format.max_megapixels
-        for place in {each if each.is_dir() else each.parent for each in paths}:
-            limit = max(limit, read_format(place).max_megapixels)
+        limits = [read_format(folder).max_megapixels for folder in around]
+        limit = max(format.max_megapixels, *limits)
         self.format = replace(format, max_megapixels=limit)
         self.broken: list[str] = []
 

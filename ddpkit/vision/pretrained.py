@@ -53,33 +53,36 @@ def load_pretrained(
     if pretrained in (None, "none"):
         return
     name = pretrained
-    sources = find_published(arch, encoder, options)
-    if pretrained == "auto":
-        if model is None:
-            return
-        if not sources:
-            distributed.print0("--weights auto: none, published for this network")
-            return
-        name = next(iter(sources))
-        distributed.print0(f"--weights auto: {name}, downloaded unless cached ...")
-    elif name.endswith((".pt", ".pth")):
+    is_auto = name == "auto"
+    sources: dict[str, Fetch]
+    if name.endswith((".pt", ".pth")):
         sources = {name: functools.partial(read_tensors, name)}
         if not distributed.await_rank_zero(os.path.isfile, name):
             raise UserError(f"--weights {name}: no such file")
-    if name not in sources:
+    else:
+        sources = find_published(arch, encoder, options)
+    if is_auto:
+        name = next(iter(sources), "none")
+    elif name not in sources:
         known = ", ".join(sources) or "none"
         raise UserError(f"--weights {name}: published are {known}; or name a .pt file")
     if model is None:
         return
-    found = distributed.await_rank_zero(try_to_fetch, name, sources[name])
-    if not isinstance(found, str):
-        copy_matching(model, found, name)
-    elif pretrained == "auto":
-        distributed.print0(
-            f"{found}; starts from scratch; use --weights FILE, or --weights none"
-        )
-    else:
-        raise UserError(found)
+    if not sources:
+        distributed.print0("--weights auto: none, published for this network")
+        return
+    if is_auto:
+        distributed.print0(f"--weights auto: {name}, downloaded unless cached ...")
+    tensors = distributed.await_rank_zero(try_to_fetch, name, sources[name])
+    if not isinstance(tensors, str):
+        copy_matching(model, tensors, name)
+        return
+    fault = tensors
+    if not is_auto:
+        raise UserError(fault)
+    distributed.print0(
+        f"{fault}; starts from scratch; use --weights FILE, or --weights none"
+    )
 
 
 def try_to_fetch(name: str, fetch: Fetch) -> Tensors | str:
@@ -137,9 +140,9 @@ def find_published(arch: str, encoder: str, options: dict) -> dict[str, Fetch]:
         about = smp.encoders.encoders.get(encoder, {})
         names = list(about.get("pretrained_settings") or ())
     # dpt alone takes encoders whose maps have one size
-    build = build_dpt_encoder if arch == "dpt" else smp.encoders.get_encoder
+    build_encoder = build_dpt_encoder if arch == "dpt" else smp.encoders.get_encoder
     return {
-        name: partial(fetch, partial(build, encoder, weights=name), "encoder.")
+        name: partial(fetch, partial(build_encoder, encoder, weights=name), "encoder.")
         for name in sorted(names, key=lambda name: name != "imagenet")
     }
 

@@ -188,6 +188,19 @@ def test_names_that_never_match(project: Project, tmp_path: Path) -> None:
         assert f"masks/{number}1.png: no image of that name in " in done.out
 
 
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_values_of_validation_alone(project: Project, tmp_path: Path) -> None:
+    """Without classes.txt the training masks say how many classes there are."""
+    data = tmp_path / "set"
+    painter = Painter(data)
+    for part, top in ("train", 2), ("val", 4):
+        for number in range(4):
+            painter.image(f"{part}/images/{number}.png")
+            painter.mask(f"{part}/masks/{number}.png", top=top)
+    words = "validation masks have 2, 3, no training mask has"
+    holds(check(project, data), data, (f"error: {data}: ", words))
+
+
 @both_tasks
 def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) -> None:
     """--skip-broken writes lists without them: the same set for training, in the same order."""

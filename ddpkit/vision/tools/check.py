@@ -145,11 +145,11 @@ class Survey:
             # the lines about the others have been printed
             with contextlib.redirect_stdout(io.StringIO()):
                 if folders.has_test(self.root, self.has_masks):
-                    found = find(self.root, "test", note=noted.append)
-                    samples["test"] = found[1]
+                    # training's samples come first, once more
+                    samples["test"] = find(self.root, "test", note=noted.append)[1]
         except UserError as error:  # training does without
             self.warnings.append(f"the test set is not read: {error.line}")
-        # training's twice
+        # of training twice
         self.left_over = list(dict.fromkeys(error.line for error in noted))
         return samples
 
@@ -173,7 +173,7 @@ class Survey:
         with tqdm(total=len(keys), unit="sample", disable=None) as bar:
             for chunk in loader:
                 for facts in chunk:
-                    self.add(facts)
+                    self.add_facts(facts)
                 bar.update(len(chunk))
         self.errors += self.mixed[:1]  # one for the whole set
         if self.turned:
@@ -185,7 +185,7 @@ class Survey:
         if self.has_masks:
             self.name_classes(labels)
 
-    def add(self, facts: Facts) -> None:
+    def add_facts(self, facts: Facts) -> None:
         part = facts.part
         path = facts.path
         if facts.error:
@@ -223,10 +223,10 @@ class Survey:
             return
         known = {*range(len(self.classes)), VOID}
         for part, images in self.images.items():
-            unknown = sorted(images.keys() - known)
+            unknown = [str(value) for value in sorted(images.keys() - known)]
             if unknown:
                 of = "validation" if part == "val" else part
-                line = f"{of} masks have {shorten(map(str, unknown))}"
+                line = f"{of} masks have {shorten(unknown)}"
                 self.errors.append(f"{self.root}: {line}, no training mask has")
 
     def propose(self, format: Format) -> Format:

@@ -46,7 +46,7 @@ def find(main: ModuleType, words: Sequence[str]) -> str:
         for name in METHODS:
             method = getattr(Tensor, name)
             stack.enter_context(patch.object(Tensor, name, reads.noting(name, method)))
-        hook = register_optimizer_step_post_hook(reads.end_step)
+        hook = register_optimizer_step_post_hook(reads.count_step)
         stack.callback(hook.remove)
         stack.enter_context(reads)
         main.main(words)
@@ -69,7 +69,7 @@ class Reads(TorchDispatchMode):
         self.steps = 0  # that the optimizer has taken
         self.steps_of: dict[str, set[int]] = defaultdict(set)
 
-    def end_step(self, *_: object) -> None:
+    def count_step(self, *_: object) -> None:
         self.steps += 1
 
     def note_line(self) -> None:
