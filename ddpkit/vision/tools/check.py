@@ -356,11 +356,6 @@ def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
     """Return the rows of each list, by its path: of the old one, or of what folders have."""
     root = survey.root
     has_masks = survey.has_masks
-    for number, name in enumerate(survey.classes):
-        if not has_masks and not survey.images["train"][number]:
-            raise UserError(
-                f"{root}: all training images of class {name} are broken: add others"
-            )
     for line in survey.left_over:
         named = line.partition(": ")[0]
         if not os.path.isfile(named) and ", line " not in named:
@@ -377,6 +372,13 @@ def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
         kept = [pair for pair in pairs[part] if pair[0] not in survey.broken]
         if not kept:
             raise UserError(f"{root}: all images of {part} are broken: add others")
+        if part == "train" and not has_masks:
+            left = folders.names_in(kept, folders.has_several(root, kept))
+            lost = sorted(set(survey.classes) - left)
+            if lost:
+                raise UserError(
+                    f"{root}: all training images of class {shorten(lost)} are broken: add others"
+                )
         columns = list(folders.COLUMNS[has_masks])
         if path:
             tables[path] = keep_rows(path, columns[0], {pair[0] for pair in kept})
