@@ -578,7 +578,6 @@ class Run(Checkpoints):
         self.chosen.choose(row, self.epoch)
         self.report.note_facts(best=self.best_by)  # for what searches for flags
 
-
     @property
     def best_by(self) -> Sequence[str]:
         """The score that is the best, and "max" or "min"; "" while that is not known."""

@@ -341,7 +341,7 @@ def test_a_hub_that_does_not_answer(
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    with pytest.raises(ZeroDivisionError), pretrained.reaching("timm/net"):
+    with pytest.raises(ZeroDivisionError), pretrained.reaching_hub():
         assert is_left_alone == huggingface_hub.constants.HF_HUB_OFFLINE
         raise ZeroDivisionError
     assert not huggingface_hub.constants.HF_HUB_OFFLINE
