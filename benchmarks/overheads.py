@@ -13,7 +13,8 @@ Whole epochs are timed and divided by their steps.
 With --host: how much longer is the host busy with a step, beside a GPU that has to wait for it? All
 weights of the network are single numbers, and images have one pixel. CPU time of the main thread,
 against bare loops around DistributedDataParallel that normalise the same batches, with the same
-optimizer; one of them divides by the labels of all ranks, as ours does. --profile: in which functions the steps of ours spend it, which a profiler makes slower.
+optimizer; one of them divides by the labels of all ranks, as ours does. --profile: in which
+functions the steps of ours spend it, which a profiler makes slower.
 """
 
 import contextlib
