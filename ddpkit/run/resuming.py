@@ -37,15 +37,23 @@ from ddpkit.ranks.stopping import (
     on_signals,
 )
 from ddpkit.run import checkpoint, states
-from ddpkit.run.checkpoint import Foreign
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import progress_line
 from ddpkit.run.states import State
-from ddpkit.run.unsaved import Changes, LoopVariables, Unsaved
+from ddpkit.run.unsaved import LoopVariables, Unsaved
 
-END = object()  # of an iterator
-KINDS = {"parts": dict, "kinds": dict, "resumed_from": str, "ranks": int, "seed": int}
-COUNTS = ("epoch", "done", "step", "global_batch")
+KINDS = {  # of what a checkpoint holds; integers are not negative
+    "parts": dict,
+    "kinds": dict,
+    "resumed_from": str,
+    "ranks": int,
+    "seed": (int,),
+    "epoch": int,
+    "done": int,
+    "step": int,
+    "global_batch": (int,),
+    "best": (float, type(None)),
+}
 TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
 # Turns over which gradients are added up for a step; after more nobody waits for one.
 MOST_ADDED_UP = 1000
@@ -70,13 +78,7 @@ class Phase(enum.Enum):
     DONE = "after that loop, of which a run has one"
 
 
-# The phase of a loop over steps that begins in one; and the one after its end.
-BEGINS = {Phase.OUTSIDE: Phase.ALONE, Phase.EPOCH: Phase.STEPS}
-ENDS = {
-    Phase.STEPS: Phase.AFTER,
-    Phase.LAST_STEP: Phase.AFTER,
-    Phase.ALONE: Phase.DONE,
-}
+IN_LOOP = (Phase.STEPS, Phase.LAST_STEP, Phase.ALONE)
 
 
 class Turns:
@@ -115,24 +117,23 @@ class Forever:
         self.read = read  # (loader, epoch, batches that are left out) -> the others
         self.epoch = 0
         self.done = 0
-        self.found: Iterator | None = None
+        self.batches = self._batches()
+
+    def _batches(self) -> Iterator:
+        while True:
+            for batch in self.read(self.loader, self.epoch, self.done):
+                self.done += 1
+                yield batch
+            if not self.done:
+                raise UserError("a loader that is read for ever has no batches")
+            self.epoch += 1
+            self.done = 0
 
     def __iter__(self) -> "Forever":
         return self
 
     def __next__(self) -> Any:
-        if self.found is None:
-            self.found = self.read(self.loader, self.epoch, self.done)
-        batch = next(self.found, END)
-        if batch is END:
-            if not self.done:
-                raise UserError("a loader that is read for ever has no batches")
-            self.epoch += 1
-            self.done = 0
-            self.found = None
-            return next(self)
-        self.done += 1
-        return batch
+        return next(self.batches)
 
     def state_dict(self) -> State:
         return {"epoch": self.epoch, "done": self.done}
@@ -140,7 +141,7 @@ class Forever:
     def load_state_dict(self, saved: State) -> None:
         self.epoch = saved["epoch"]
         self.done = saved["done"]
-        self.found = None
+        self.batches = self._batches()
 
 
 class Steps:
@@ -149,7 +150,7 @@ class Steps:
     def __init__(self, length: int | None, begin: Callable[[], Iterator]) -> None:
         self.length = length
         self.begin = begin
-        self.found: Iterator | None = None  # what next() reads
+        self.begun: Iterator | None = None  # what next() reads
 
     def __len__(self) -> int:
         if self.length is None:
@@ -160,8 +161,8 @@ class Steps:
         return self.begin()
 
     def __next__(self) -> Any:
-        self.found = self.found or self.begin()
-        return next(self.found)
+        self.begun = self.begun or self.begin()
+        return next(self.begun)
 
 
 class Checkpoints:
@@ -225,11 +226,11 @@ class Checkpoints:
         self.streams: dict[int, random.Random] = {}
         self.first_step = 0  # of this process
         self.phase = Phase.OUTSIDE
+        self.begun = 0  # the step of the epoch that began last, from 1
         self.is_due = False  # a save, at the end of the step or epoch
         self.turns = Turns()
         self.variables = LoopVariables(self.name)
         self.unsaved = Unsaved(type(self).__name__, self.parts, self.turns.stepped)
-        self.changes = Changes(self.parts)
         self.later: dict[str, State] = {}  # saved states of parts that are made later
         # of networks, this rank's own: DistributedDataParallel gives all those of rank 0
         self.buffers: dict[str, State] = {}
@@ -237,15 +238,19 @@ class Checkpoints:
             folder = RunFolder(folder, resume, read_own)
             folder.find_checkpoint()
         self.folder = folder
-        state = folder.take_state([*self.parts, "parts"])
+        state = folder.state or {}
         if state:
             self._load(state)
         self.trainable_then: int = state.get("trainable", 0)
-        folder.open_for_training(is_new=not state)
+        folder.open_for_training([*self.parts, "parts"])
         states.fill_momenta(self.parts)
-        if self.done:
-            # of what has no place of its own, as a loader may have
-            self.changes.note_saved(nn.Module, *states.ON_ALL)
+        self.first_epoch = self.epoch  # of this process
+        # not of a loader, whose state may begin to read it
+        kinds = (nn.Module, *states.ON_ALL)
+        # of parts as they begin, or were saved at the end of an epoch: until the next steps
+        self.saved_sums = self._checksums(
+            name for name, part in self.parts.items() if isinstance(part, kinds)
+        )
 
     @property
     def best(self) -> float | None:
@@ -262,9 +267,9 @@ class Checkpoints:
             numbers = checkpoints.numbers(best=0.0, bad=0)
             numbers.bad += 1
         """
-        found = Numbers(**first)
-        self._add(NUMBERS, found)
-        return found
+        counted = Numbers(**first)
+        self._add(NUMBERS, counted)
+        return counted
 
     def forever(self, loader: Iterable) -> Forever:
         """Return endless batches of `loader` for next(), whose place is saved and resumed.
@@ -276,9 +281,9 @@ class Checkpoints:
         """
         number = sum(isinstance(part, Forever) for part in self.parts.values())
         read = functools.partial(self.reading.rest, number=number + 1)
-        found = Forever(loader, read)
-        self._add(f"{FOREVER}{number + 1}", found)
-        return found
+        batches = Forever(loader, read)
+        self._add(f"{FOREVER}{number + 1}", batches)
+        return batches
 
     def _add(self, name: str, part: Any) -> None:
         if name in self.parts:
@@ -295,7 +300,7 @@ class Checkpoints:
         It also saves before the last step of each: if what follows the steps does not end in time
         after a signal, that step is done once more, and nothing is lost.
         """
-        with on_signals(self._position), self._in_epochs():
+        with on_signals(self._here), self._in_epochs():
             while self.epoch < count:
                 self.variables.begin_epoch(self, self.epoch, self.parts)
                 # for what is drawn before its steps, such as by zip(loader, other)
@@ -323,6 +328,7 @@ class Checkpoints:
 
     def _begin_epoch(self) -> None:
         self.phase = Phase.EPOCH
+        self.begun = 0
         note_kept("")
 
     def steps(self, batches: Iterable, /, *networks: nn.Module) -> Steps:
@@ -355,10 +361,11 @@ class Checkpoints:
         for network in networks:
             replicas.prepare_network(network)
         for name, buffers in self.buffers.items():
-            states.load_buffers(self.parts[name], buffers)
+            states.load_module(self.parts[name], buffers, strict=False)
         self.buffers.clear()
         if self.step == self.first_step:
-            self.unsaved.begin()
+            self._say_frozen()
+            self.unsaved.note_networks()
         with self._in_loop():
             rest = begin()
             self._keep_before_last(length)
@@ -368,59 +375,73 @@ class Checkpoints:
                 self.streams.clear()
                 self.turns.count += 1
                 before = self.step
+                self.begun = self.done + 1
                 yield batch
                 self._count(before)
                 self._end_turn(is_last=self.done == length)
                 # before the next batch is read, after which a loader that is a part is further
                 self._keep_before_last(length)
-            if self.phase is not Phase.ALONE and length is None:
+            if self.phase is Phase.STEPS and length is None:
                 self._write()  # there was no telling which step would be the last
 
     @contextlib.contextmanager
     def _in_loop(self) -> Iterator[None]:
         """The loop over steps of an epoch, or, without epochs, of a run."""
-        if self.phase not in BEGINS:
+        if self.phase not in (Phase.OUTSIDE, Phase.EPOCH):
             raise UserError(
                 f"a second loop over {self.name}.steps in an epoch, or, without epochs, in a run: "
                 "give the first all batches, such as itertools.chain(loader, other)"
             )
-        self.phase = BEGINS[self.phase]
+        is_alone = self.phase is Phase.OUTSIDE
+        self.phase = Phase.ALONE if is_alone else Phase.STEPS
+        # if it is left: in a notebook it may go on
+        after = Phase.OUTSIDE if is_alone else Phase.AFTER
         try:
-            if self.phase is Phase.ALONE:
-                with on_signals(self._position):
-                    yield
-                    self._end_alone()
-            else:
+            with on_signals(self._here) if is_alone else contextlib.nullcontext():
                 yield
-        except BaseException:
-            if self.phase is Phase.ALONE:  # in a notebook it may go on
-                self.phase = Phase.OUTSIDE
-            raise
+                if is_alone:
+                    self._write_step()
+                    go_on()
+                    after = Phase.DONE
         finally:
-            self.phase = ENDS.get(self.phase, self.phase)
+            if self.phase in IN_LOOP:  # not long after, when an iterator is thrown away
+                self.phase = after
             # what is drawn after the steps
             samples.seed(self.seed, self.epoch, self.share_outside, 1, 0)
 
-    def _keep_changes(self) -> None:
-        """Save anew, or say a line, if parts have changed since they were saved, but by steps."""
-        frozen = self.trainable_then - self.changes.trainable()
-        self.trainable_then = 0
+    def _say_frozen(self) -> None:
+        frozen = self.trainable_then - self._trainable()
         if frozen > 0:
             distributed.print0(
                 f"warning: {frozen} weights are frozen that were trained when this run was "
                 "stopped: what unfreezes them in an epoch has to do so, too, when the run resumes "
                 "in a later one (epoch >= N, not ==)"
             )
-        if not self.changes.since_saved():
+
+    def _trainable(self) -> int:
+        """Return how many weights of the networks are not frozen."""
+        return sum(weight.requires_grad for weight in states.names_of(self.parts))
+
+    def _keep_changes(self) -> None:
+        """Save again if parts were changed after an epoch was saved; to call on all ranks.
+
+        What is changed before the first steps, by each start anew, is none: a line says so.
+        """
+        then = self.saved_sums
+        self.saved_sums = {}
+        if not distributed.from_rank_zero(lambda: then != self._checksums(then)):
             return
-        if not self.done:
+        if self.epoch > self.first_epoch:
             self._save_again()
             return
         distributed.print0(
-            f"a scheduler or another part was changed before {self.name}.steps() in an epoch that "
-            "is resumed in its middle, where it has been changed already: do that at the end of "
-            "the loop over epochs"
+            f"warning: a scheduler or another part was changed before {self.name}.steps(), which "
+            "a run that is resumed in that epoch does once more: do that at the end of the loop "
+            f"over epochs, or before {type(self).__name__}(...) is made"
         )
+
+    def _checksums(self, names: Iterable[str]) -> dict[str, int]:
+        return states.checksums({name: self.parts[name].state_dict() for name in names})
 
     def _keep_before_last(self, length: int | None) -> None:
         """Save before an epoch's last optimizer step: what follows it may take long."""
@@ -429,8 +450,7 @@ class Checkpoints:
         is_to_keep = self.goes_on_after_last and self.phase is Phase.STEPS
         if is_to_keep and is_last and not self._is_between():
             self.phase = Phase.LAST_STEP
-            if self.folder.saved_step != self.step:
-                self._write()
+            self._write_step()
             note_kept(self._position())
 
     def _count(self, before: int) -> None:
@@ -454,11 +474,6 @@ class Checkpoints:
             goes_on = self.goes_on_after_last and is_last
             if not goes_on and not self._is_between():
                 self._leave()
-
-    def _end_alone(self) -> None:
-        if self.folder.saved_step != self.step:
-            self._write()
-        go_on()
 
     def _is_between(self) -> bool:
         """Return whether gradients have been added up that no optimizer step has used yet."""
@@ -507,19 +522,25 @@ class Checkpoints:
         if not is_better or math.isnan(score):
             return False
         self.best_score = score
-        self.folder.add_best(self._state(is_inside=self.phase not in self.settled))
+        state = self._state(is_inside=self.phase not in self.settled)
+        self.folder.add(state, is_best=True, is_last=False)
         self.save()
         return True
 
     def _write(self) -> None:
         self.is_due = False
-        self.folder.add(self._state(), is_best=False)
+        self.folder.add(self._state())
+
+    def _write_step(self) -> None:
+        """Write it unless this step is saved."""
+        if self.folder.saved_step != self.step:
+            self._write()
 
     def _save_again(self) -> None:
         self._write()
 
     def _state(self, is_inside: bool = False) -> State:
-        self.unsaved.say()
+        self.unsaved.say_optimizers()
         taken = states.take_states(self.parts)
         return {
             "parts": taken,
@@ -533,7 +554,7 @@ class Checkpoints:
             "done": self.done,
             "step": self.step,
             "is_inside": is_inside,
-            "trainable": self.changes.trainable(),
+            "trainable": self._trainable(),
             "global_batch": self.global_batch,
             "best": self.best_score,
         }
@@ -550,13 +571,7 @@ class Checkpoints:
             )
         saved = self._own_states(state, state["parts"])
         self._compare_names(path, saved.keys())
-        names = states.names_of(self.parts)
-        for name, part in self.parts.items():
-            if states.is_missing(name, saved, path):
-                continue
-            with states.fitting(path, name, TO_UNDO):
-                kind = state["kinds"].get(name)
-                states.load_part(name, part, saved[name], kind, names)
+        states.load_states(saved, self.parts, state, TO_UNDO)
         self.epoch = state["epoch"]
         self.step = self.first_step = state["step"]
         self.done = state["done"]
@@ -570,9 +585,9 @@ class Checkpoints:
         """Return where the run goes on in an epoch, of which so many are done of all `steps`."""
         if not done:
             return ""
-        place = "after its last step" if done == steps else f"at step {done + 1}"
+        where = "after its last step" if done == steps else f"at step {done + 1}"
         return (
-            f"; goes on {place}, where variables of the loop begin anew, but for "
+            f"; goes on {where}, where variables of the loop begin anew, but for "
             f"{self.name}.numbers(...)"
         )
 
@@ -583,20 +598,20 @@ class Checkpoints:
         """
         # of version 2, whose steps drew by rank whatever the seeds
         self.draws_by_rank = state.get("draws_by_rank", True)
-        found = dict(saved)
+        mine = dict(saved)
         for name, each in state.get("of_ranks", {}).items():
             is_network = isinstance(self.parts.get(name), nn.Module)
             if len(each) == distributed.world_size():
-                (self.buffers if is_network else found)[name] = each[distributed.rank()]
+                (self.buffers if is_network else mine)[name] = each[distributed.rank()]
             elif not is_network:
                 raise UserError(
                     f"{state['path']}: {name} had a state of its own on each of {len(each)} ranks: "
                     f"resume on as many; {TO_UNDO}"
                 )
-        for name in list(found):
+        for name in list(mine):
             if is_later(name) and name not in self.parts:
-                self.later[name] = found.pop(name)
-        return found
+                self.later[name] = mine.pop(name)
+        return mine
 
     def _compare_names(self, path: str, then: Iterable[str]) -> None:
         """Raise a UserError if a part may have been renamed; say which are no parts any more."""
@@ -637,13 +652,16 @@ class Checkpoints:
         return self.reading.rest(batches, self.epoch, self.done, is_resumed=is_resumed)
 
     def _leave(self) -> NoReturn:
-        if self.folder.saved_step != self.step:
-            self._write()
+        self._write_step()
         but = ", with resume auto," if self.folder.resume == "never" else ""
         exit_stopped(f"and saved at {self._position()}; the same command{but} goes on")
 
     def _position(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.done}"
+
+    def _here(self) -> str:
+        """Return where this rank is when it hangs, also in a step that is not done."""
+        return f"epoch {self.epoch + 1}, step {max(self.begun, self.done)}"
 
 
 def is_later(name: str) -> bool:
@@ -684,14 +702,7 @@ def read_own(path: Path | str) -> State:
     Raises a UserError if it cannot be read, or is none of Checkpoints.
     """
     state = checkpoint.read_file(path)
-    is_right = all(isinstance(state.get(name), kind) for name, kind in KINDS.items())
-    for name in COUNTS:
-        is_right = is_right and isinstance(state.get(name), int) and state[name] >= 0
-    is_right = is_right and isinstance(state.get("best"), float | None)
-    if not is_right:
-        raise Foreign(
-            f"{path}: not a checkpoint of ddpkit.Checkpoints: use another one"
-        )
+    checkpoint.check_entries(path, state, KINDS, KINDS, "ddpkit.Checkpoints")
     return {**state, "path": str(path)}
 
 
