@@ -58,11 +58,11 @@ def read_coco(tree: Tree, names: Sequence[str]) -> LabelledSet:
         for category in sorted(tree.jsons[name]["categories"], key=itemgetter("id")):
             colors.setdefault(str(category["name"]), to_color(category.get("color")))
     classes = ObjectClasses(colors, colors)
-    label_files = (read_file(tree, name, classes) for name in names)
+    label_files = (read_coco_file(tree, name, classes) for name in names)
     return draw_objects(tree, classes, label_files)
 
 
-def read_file(tree: Tree, name: str, classes: ObjectClasses) -> Entries:
+def read_coco_file(tree: Tree, name: str, classes: ObjectClasses) -> Entries:
     content = tree.jsons[name]
     label_of = {
         category["id"]: classes.number(category["name"], name)
@@ -110,10 +110,10 @@ def coco_shapes(
         label = (
             VOID if annotation.get("iscrowd") else label_of[annotation["category_id"]]
         )
-        yield Shape(label, where, cover_of(annotation["segmentation"], where, size))
+        yield Shape(label, where, coco_cover(annotation["segmentation"], where, size))
 
 
-def cover_of(segmentation: Json, where: str, size: Size) -> Area | list[np.ndarray]:
+def coco_cover(segmentation: Json, where: str, size: Size) -> Area | list[np.ndarray]:
     """Return the pixels of runs, or the outlines of an object in several pieces."""
     if isinstance(segmentation, dict):
         counts = segmentation.get("counts", ())

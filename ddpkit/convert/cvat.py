@@ -109,12 +109,12 @@ def cvat_shapes(
         if kind in KINDS:
             number = classes.number(label, named)
             order = float(mark.get("z_order", 0))
-            yield Shape(number, named, cover_of(mark, named), order)
+            yield Shape(number, named, cvat_cover(mark, named), order)
         elif kind != "tag":  # which is a label of the whole image
             yield LeftOut("points and lines, which have no inside", named)
 
 
-def cover_of(mark: Element, where: str) -> Area | list[np.ndarray]:
+def cvat_cover(mark: Element, where: str) -> Area | list[np.ndarray]:
     """Return the pixels of <mask>, or the outline of the other elements that have an inside."""
     numbers = partial(numbers_of, mark.get, where)
     if mark.tag == "mask":

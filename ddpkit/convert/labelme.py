@@ -45,11 +45,11 @@ def read_labelme(tree: Tree, names: Sequence[str]) -> LabelledSet:
     lists = tree.files_named("labels.txt")
     listed = tree.lines(lists[0]) if lists else []
     classes = ObjectClasses([*listed, *sorted(used - set(listed))])
-    label_files = (read_file(tree, name, classes) for name in names)
+    label_files = (read_labelme_file(tree, name, classes) for name in names)
     return draw_objects(tree, classes, label_files)
 
 
-def read_file(tree: Tree, name: str, classes: ObjectClasses) -> Entries:
+def read_labelme_file(tree: Tree, name: str, classes: ObjectClasses) -> Entries:
     content = tree.jsons[name]
     where = str(tree.path(name))
     part = part_of(name)
@@ -88,11 +88,11 @@ def labelme_shapes(
             yield LeftOut("points and lines, which have no inside", named)
         else:
             yield Shape(
-                classes.number(label, named), named, cover_of(mark, kind, named)
+                classes.number(label, named), named, labelme_cover(mark, kind, named)
             )
 
 
-def cover_of(mark: dict, kind: str, where: str) -> Area | list[np.ndarray]:
+def labelme_cover(mark: dict, kind: str, where: str) -> Area | list[np.ndarray]:
     """Return the pixels of a mask, or the outline of what has another kind with an inside."""
     points = to_points(mark.get("points"), where)
     if kind == "mask":

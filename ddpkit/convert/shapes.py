@@ -24,7 +24,7 @@ class Area:
     left: int
     inside: np.ndarray
 
-    def of(self, pixels: np.ndarray) -> np.ndarray:
+    def view(self, pixels: np.ndarray) -> np.ndarray:
         """Return the view of an image's pixels that lies in the area."""
         height, width = self.inside.shape
         return pixels[self.top : self.top + height, self.left : self.left + width]
@@ -63,7 +63,7 @@ def draw_shapes(shapes: Shapes, size: Size, skipped: Skipped) -> np.ndarray:
             if not outlines:
                 continue
             area = fill_outlines(outlines, size)
-        if min(area.top, area.left) < 0 or area.of(mask).shape != area.inside.shape:
+        if min(area.top, area.left) < 0 or area.view(mask).shape != area.inside.shape:
             raise UserError(
                 f"{shape.where}: it reaches beyond the image; draw it, or export it anew"
             )
@@ -74,7 +74,7 @@ def draw_shapes(shapes: Shapes, size: Size, skipped: Skipped) -> np.ndarray:
             skipped.leave_out("objects that cover no pixel", shape.where)
     # of one order and size, those that come later lie above
     for _, _, label, area in sorted(drawn, key=lambda each: each[:2]):
-        area.of(mask)[area.inside] = label
+        area.view(mask)[area.inside] = label
     return mask
 
 
@@ -85,7 +85,7 @@ def fill_outlines(outlines: Sequence[np.ndarray], size: Size) -> Area:
         return areas[0]
     whole = np.zeros(size, bool)
     for area in areas:
-        area.of(whole)[area.inside] = True
+        area.view(whole)[area.inside] = True
     return Area(0, 0, whole)
 
 
