@@ -1,15 +1,28 @@
-"""Masks as arrays in .npy and .mat files, and masks in black and white that are JPEGs."""
+"""Masks as arrays in .npy and .mat files, and masks in black and white that are JPEGs.
 
-from collections.abc import Callable, Sequence
+    images/a.jpg   masks/a.npy      (height, width), whole numbers
+    images/a.jpg   masks/a.mat      MATLAB's: the array may lie in structures
+    images/a.jpg   masks/a.jpg      black and white
+
+These are habits, not formats: classes.txt beside them says what values mean. Of JPEGs two classes
+can be told apart, as compression changes values.
+"""
+
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from ddpkit.convert.labels import LabelledSet, Sample, Size, part_of
+from ddpkit.convert.labels import LabelledSet, LeftOut, Size, part_of
 from ddpkit.convert.mask_files import (
+    Pair,
+    Pairs,
+    add_pairs,
     class_line,
     folders_named,
     join,
+    match_masks,
     own_lines,
     same_size,
 )
@@ -20,7 +33,7 @@ from ddpkit.vision import images, masks
 ARRAYS = {".npy", ".mat"}
 JPEGS = {".jpg", ".jpeg"}
 # of which a .mat file with several arrays has the mask in the first one there is
-NAMES = ("seg", "mask", "label", "gt", "truth")
+MASK_FIELDS = ("seg", "mask", "label", "gt", "truth")
 GREY = (64, 192)  # between them a pixel is neither black nor white
 MOST_GREY = 0.05  # of the pixels, as JPEG leaves at edges
 
@@ -29,15 +42,11 @@ def find_arrays(tree: Tree) -> list[str]:
     """Return the arrays that have the name of an image."""
     pictures = ENDINGS - ARRAYS
     stems = {stem_of(name) for name in tree.in_folder("", pictures)}
-    found = tree.in_folder("", ARRAYS)
-    return [name for name in found if stem_of(name) in stems]
+    return [name for name in tree.in_folder("", ARRAYS) if stem_of(name) in stems]
 
 
-def read_arrays(tree: Tree) -> LabelledSet:
-    names = find_arrays(tree)
-    if not names:
-        raise UserError(f"{tree.root}: no .mat or .npy file in it is named as an image")
-    found = LabelledSet([])
+def read_arrays(tree: Tree, names: Sequence[str]) -> LabelledSet:
+    labelled = LabelledSet([])
     lines = own_lines(tree)
     if not lines:
         values = sorted(
@@ -49,7 +58,7 @@ def read_arrays(tree: Tree) -> LabelledSet:
                 f"{tree.root}: the arrays hold {shorten([str(n) for n in values])}, not two "
                 "classes or more"
             )
-        found.notes.append(
+        labelled.notes.append(
             f"the classes are the values {', '.join(map(str, values))}; write lines NAME = VALUE "
             f"and void = VALUE into {tree.root / 'classes.txt'} to name them, or to leave some out"
         )
@@ -58,42 +67,41 @@ def read_arrays(tree: Tree) -> LabelledSet:
         raise UserError(
             f"{tree.root / 'classes.txt'}: arrays have values, no colours: write NAME = VALUE"
         )
-    found.names = list(labels)
+    labelled.names = list(labels)
+    return add_pairs(labelled, [array_pairs(tree, names)], partial(draw_values, labels))
+
+
+def array_pairs(tree: Tree, names: Sequence[str]) -> Pairs:
     used = set()
     for name in names:
-        path = picture_of(tree, name)
-        if path is None:
-            continue
-        used.add(path)
-        part = part_of(folder_of(name)) or part_of(folder_of(tree.below(path)))
-        part = part or "train"
-        draw = from_values(tree.path(name), labels)
-        found.samples.append(Sample(path, part, draw))
-    for folder in sorted({path.parent for path in used}):
-        for image in tree.in_folder(tree.below(folder), ENDINGS - ARRAYS):
-            if tree.path(image) not in used:
-                found.skipped.leave_out("images without a mask", image)
-    return found
+        image = picture_of(tree, name)
+        if image:
+            used.add(image)
+            part = part_of(folder_of(name)) or tree.part_of_image(image)
+            yield Pair(image, tree.path(name), part)
+    for folder in sorted({image.parent for image in used}):
+        for other in tree.in_folder(tree.below(folder), ENDINGS - ARRAYS):
+            if tree.path(other) not in used:
+                yield LeftOut("images without a mask", other)
 
 
 def picture_of(tree: Tree, name: str) -> Path | None:
     """Return the image of an array: of that name, and no array itself."""
     stem = stem_of(name)
-    found = tree.images_by_name.get(stem, [])
-    found = [each for each in found if not each.endswith(".npy")]
+    named = tree.images_by_name.get(stem, [])
+    pictures = [each for each in named if not each.endswith(".npy")]
     part = part_of(folder_of(name))
     if part:
-        others = {part_of(folder_of(each)) for each in found} - {"", part}
-        found = [each for each in found if part_of(folder_of(each)) not in others]
+        pictures = [x for x in pictures if part_of(folder_of(x)) in ("", part)]
     # drawings of the masks beside them, as LabelMe makes
-    if len(found) > 1:
-        found = [each for each in found if "/JPEGImages/" in f"/{each}"] or found
-    if len(found) > 1:
+    if len(pictures) > 1:
+        pictures = [x for x in pictures if "/JPEGImages/" in f"/{x}"] or pictures
+    if len(pictures) > 1:
         raise UserError(
-            f"{tree.path(name)}: {stem} may be {found[0]} or {found[1]}; remove or rename one of "
-            "them"
+            f"{tree.path(name)}: {stem} may be {pictures[0]} or {pictures[1]}; remove or rename "
+            "one of them"
         )
-    return tree.path(found[0]) if found else None
+    return tree.path(pictures[0]) if pictures else None
 
 
 def values_in(path: Path) -> list[int]:
@@ -102,39 +110,36 @@ def values_in(path: Path) -> list[int]:
     return [value for value in values if 0 <= value != masks.VOID]
 
 
-def from_values(
-    path: Path, labels: masks.Labels
-) -> Callable[[Size | None], np.ndarray]:
-    def draw_values(size: Size | None) -> np.ndarray:
-        values = same_size(load_values(path), size, path)
-        found = np.full(values.shape, masks.VOID, np.uint8)
-        for value in np.unique(values).tolist():
-            if value in labels.values:
-                found[values == value] = labels.values[value]
-            elif value >= 0:
-                count = int((values == value).sum())
-                raise UserError(
-                    f"{path}: value {value} in {count} pixels is no class; write into "
-                    f"classes.txt of the source: NAME = {value} or void = {value}"
-                )
-        return found
-
-    return draw_values
+def draw_values(labels: masks.Labels, path: Path, size: Size | None) -> np.ndarray:
+    values = same_size(load_values(path), size, path)
+    mask = np.full(values.shape, masks.VOID, np.uint8)
+    for value in np.unique(values).tolist():
+        if value in labels.values:
+            mask[values == value] = labels.values[value]
+        elif value >= 0:
+            count = int((values == value).sum())
+            raise UserError(
+                f"{path}: value {value} in {count} pixels is no class; write into classes.txt of "
+                f"the source: NAME = {value} or void = {value}"
+            )
+    return mask
 
 
 def load_values(path: Path) -> np.ndarray:
     """Return the integers of a mask, (H, W)."""
     try:
         if path.suffix.lower() == ".npy":
-            found = [("", np.load(path, allow_pickle=False))]
+            arrays = [("", np.load(path, allow_pickle=False))]
         else:
-            found = list(arrays_in(load_mat(path)))
+            arrays = list(arrays_in(load_mat(path)))
     except UserError:
         raise
     except Exception as error:  # scipy raises many kinds
         raise UserError(f"{path}: cannot be read ({reason_of(error)})") from None
-    grids = [(name, each) for name, each in found if is_grid(each)]
-    named = [each for name, each in grids if any(n in name.lower() for n in NAMES)]
+    grids = [(name, each) for name, each in arrays if is_grid(each)]
+    named = [
+        each for name, each in grids if any(n in name.lower() for n in MASK_FIELDS)
+    ]
     for values in [*named, *(each for _, each in grids)]:
         whole = np.nan_to_num(values.astype(np.float64), nan=masks.VOID)
         if (whole == whole.round()).all():
@@ -177,7 +182,7 @@ def arrays_in(content: object, name: str = "") -> Sequence[tuple[str, np.ndarray
         return [(name, content)]
     else:
         return []
-    return [found for key, each in inner for found in arrays_in(each, key)]
+    return [array for key, each in inner for array in arrays_in(each, key)]
 
 
 # Masks that are JPEGs
@@ -185,17 +190,16 @@ def arrays_in(content: object, name: str = "") -> Sequence[tuple[str, np.ndarray
 
 def find_jpeg_masks(tree: Tree) -> list[str]:
     """Return the folders of masks that are all JPEGs with the name of an image."""
-    found = []
+    folders = []
     for folder in folders_named(tree, "masks", "labels", "gt", "mask", "label"):
         own = tree.in_folder(folder)
-        parent = folder.rpartition("/")[0]
-        of_images = image_folder(tree, parent)
+        of_images = image_folder(tree, folder_of(folder))
         there = tree.in_folder(of_images) if of_images else []
         keys = {key_of(name, of_images) for name in there}
         named = [name for name in own if key_of(name, folder) in keys]
         if named and named == tree.in_folder(folder, JPEGS):
-            found.append(folder)
-    return found
+            folders.append(folder)
+    return folders
 
 
 def image_folder(tree: Tree, parent: str) -> str:
@@ -205,35 +209,27 @@ def image_folder(tree: Tree, parent: str) -> str:
     return ""
 
 
-def read_jpeg_masks(tree: Tree) -> LabelledSet:
-    places = find_jpeg_masks(tree)
-    if not places:
-        raise UserError(f"{tree.root}: no masks of JPEG beside images in it")
-    found = LabelledSet([], ["background", "foreground"])
-    for folder in places:
-        of_images = image_folder(tree, folder.rpartition("/")[0])
-        image_of = tree.keyed(of_images, tree.in_folder(of_images))
-        for name in tree.in_folder(folder):
-            image = image_of.pop(key_of(name, folder))
-            part = part_of(folder) or "train"
-            draw = two_tones(tree.path(name))
-            found.samples.append(Sample(tree.path(image), part, draw))
-        for image in image_of.values():
-            found.skipped.leave_out("images without a mask", image)
-    return found
+def read_jpeg_masks(tree: Tree, folders: Sequence[str]) -> LabelledSet:
+    labelled = LabelledSet([], ["background", "foreground"])
+    pairs = (jpeg_pairs(tree, folder) for folder in folders)
+    return add_pairs(labelled, pairs, draw_two_tones)
 
 
-def two_tones(path: Path) -> Callable[[Size | None], np.ndarray]:
-    def draw_tones(size: Size | None) -> np.ndarray:
-        values = np.array(images.read_stored(str(path)).convert("L"))
-        low, high = GREY
-        share = ((values > low) & (values < high)).mean()
-        if share > MOST_GREY:
-            raise UserError(
-                f"{path}: {share:.0%} of the pixels are neither black nor white, so that JPEG has "
-                "mixed up its classes; get the masks as PNG"
-            )
-        mask = (values >= sum(GREY) // 2).astype(np.uint8)
-        return same_size(mask, size, path)
+def jpeg_pairs(tree: Tree, folder: str) -> Pairs:
+    of_images = image_folder(tree, folder_of(folder))
+    image_of = tree.keyed(of_images, tree.in_folder(of_images))
+    key_of_mask = {name: key_of(name, folder) for name in tree.in_folder(folder)}
+    return match_masks(tree, image_of, key_of_mask, part_of(folder))
 
-    return draw_tones
+
+def draw_two_tones(path: Path, size: Size | None) -> np.ndarray:
+    values = np.array(images.read_stored(str(path)).convert("L"))
+    low, high = GREY
+    share = ((values > low) & (values < high)).mean()
+    if share > MOST_GREY:
+        raise UserError(
+            f"{path}: {share:.0%} of the pixels are neither black nor white, so that JPEG has "
+            "mixed up its classes; get the masks as PNG"
+        )
+    mask = (values >= sum(GREY) // 2).astype(np.uint8)
+    return same_size(mask, size, path)

@@ -1,17 +1,34 @@
-"""COCO's JSON: outlines, runs (RLE), and crowds, which are void."""
+"""COCO's JSON: outlines, runs (RLE), and crowds, which are void.
+
+    {"images": [{"id": 1, "file_name": "a.jpg", "height": 480, "width": 640}],
+     "categories": [{"id": 7, "name": "cat"}],
+     "annotations": [{"image_id": 1, "category_id": 7, "segmentation": [[x, y, x, y, ...]]}]}
+
+Described at cocodataset.org, "Data format", 1. Object Detection.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from operator import itemgetter
 
 import numpy as np
 
-from ddpkit.convert.labels import LabelledSet, ObjectClasses, Sample, Size, to_color
-from ddpkit.convert.shapes import (
-    Area,
-    Drawing,
-    Shape,
-    fill_counts,
-    is_outline,
-    to_points,
-    unpack_counts,
+from ddpkit.convert.labels import (
+    Color,
+    LabelledSet,
+    LeftOut,
+    ObjectClasses,
+    Size,
+    to_color,
 )
+from ddpkit.convert.objects import (
+    Entries,
+    MarkedImage,
+    draw_objects,
+    not_there,
+    stated_size,
+)
+from ddpkit.convert.shapes import Area, Shape, fill_counts, to_points, unpack_counts
 from ddpkit.convert.tree import Json, Tree
 from ddpkit.data.format import VOID
 from ddpkit.errors import UserError
@@ -21,10 +38,10 @@ NEEDED = ("images", "annotations", "categories")
 
 def find_coco(tree: Tree) -> list[str]:
     """Return the JSON files that are COCO's; of COCO's own ones those of instances."""
-    found = [name for name, content in tree.jsons.items() if is_coco(content)]
+    names = [name for name, content in tree.jsons.items() if is_coco(content)]
     # captions have no categories; key points are of the same images
-    own = [name for name in found if name.rpartition("/")[2].startswith("instances")]
-    return own or found
+    own = [name for name in names if name.rpartition("/")[2].startswith("instances")]
+    return own or names
 
 
 def is_coco(content: Json) -> bool:
@@ -33,29 +50,19 @@ def is_coco(content: Json) -> bool:
     )
 
 
-def read_coco(tree: Tree) -> LabelledSet:
+def read_coco(tree: Tree, names: Sequence[str]) -> LabelledSet:
     tree.refuse_broken()
-    names = find_coco(tree)
-    if not names:
-        raise UserError(f"{tree.root}: no JSON file in it has {', '.join(NEEDED)}")
-    found = LabelledSet([])
-    categories: dict[str, Json] = {}
+    colors: dict[str, Color | None] = {}
     for name in names:
-        for category in sorted(tree.jsons[name]["categories"], key=lambda c: c["id"]):
-            categories.setdefault(str(category["name"]), category.get("color"))
-    colors = {name: to_color(color) for name, color in categories.items()}
-    classes = ObjectClasses(categories, colors)
-    found.names = classes.names
-    found.colors = classes.colors
-    for name in names:
-        read_annotations(tree, name, classes, found)
-    tree.count_unnamed(found)
-    return found
+        # ids may have gaps: their order is that of the classes
+        for category in sorted(tree.jsons[name]["categories"], key=itemgetter("id")):
+            colors.setdefault(str(category["name"]), to_color(category.get("color")))
+    classes = ObjectClasses(colors, colors)
+    label_files = (read_coco_file(tree, name, classes) for name in names)
+    return draw_objects(tree, classes, label_files)
 
 
-def read_annotations(
-    tree: Tree, name: str, classes: ObjectClasses, found: LabelledSet
-) -> None:
+def read_coco_file(tree: Tree, name: str, classes: ObjectClasses) -> Entries:
     content = tree.jsons[name]
     label_of = {
         category["id"]: classes.number(category["name"], name)
@@ -69,70 +76,56 @@ def read_annotations(
                 f"{tree.path(name)}: {other} and {image['file_name']} have the same id "
                 f"{image['id']}, so that nobody knows whose the annotations are; export it anew"
             )
-    objects: dict[Json, list[dict]] = {key: [] for key in name_of}
+    # by image: each with its place in the file
+    marked: dict[Json, list[tuple[dict, str]]] = {key: [] for key in name_of}
     for annotation in content["annotations"]:
-        place = f"{tree.path(name)}, annotation {annotation.get('id')}"
+        where = f"{tree.path(name)}, annotation {annotation.get('id')}"
         if annotation["category_id"] not in label_of:
             raise UserError(
-                f"{place}: category {annotation['category_id']} is not among its categories; add "
+                f"{where}: category {annotation['category_id']} is not among its categories; add "
                 "it there, or remove the annotation"
             )
-        if annotation["image_id"] not in objects:
-            found.skipped.leave_out("annotations of no image in the file", place)
+        if annotation["image_id"] not in marked:
+            yield LeftOut("annotations of no image in the file", where)
         elif not annotation.get("segmentation"):
-            found.skipped.leave_out("annotations without an outline", place)
+            yield LeftOut("annotations without an outline", where)
         else:
-            objects[annotation["image_id"]].append(annotation)
+            marked[annotation["image_id"]].append((annotation, where))
     for image in content["images"]:
         given = str(image["file_name"])
         path, part = tree.find_sample(given, name)
         if path is None:
-            found.skipped.leave_out(f"images of {name} that are not there", given)
+            yield not_there(name, given)
             continue
-        own = objects[image["id"]]
-
-        def coco_shapes(size: Size, own: list[dict] = own) -> list[Shape]:
-            return [
-                to_shape(each, label_of, size, f"{tree.path(name)}, annotation "
-                    f"{each.get('id')}", found)
-                for each in own
-            ]  # fmt: skip
-
-        stated = None
-        if image.get("height") and image.get("width"):
-            stated = (int(image["height"]), int(image["width"]))
-        draw = Drawing(coco_shapes, found.skipped, str(path), stated)
-        found.samples.append(Sample(path, part, draw))
+        shapes = partial(coco_shapes, marked[image["id"]], label_of)
+        size = stated_size(image.get("height"), image.get("width"))
+        yield MarkedImage(path, part, str(path), shapes, size)
 
 
-def to_shape(
-    annotation: dict,
-    label_of: dict[Json, int],
-    size: Size,
-    place: str,
-    found: LabelledSet,
-) -> Shape:
-    label = label_of[annotation["category_id"]]
-    if annotation.get("iscrowd"):
-        label = VOID
-    segmentation = annotation["segmentation"]
-    shape = Shape(label, place)
+def coco_shapes(
+    marked: Sequence[tuple[dict, str]], label_of: dict[Json, int], size: Size
+) -> Iterator[Shape]:
+    for annotation, where in marked:
+        # a crowd is many objects that nobody has told apart: no class is right or wrong there
+        label = (
+            VOID if annotation.get("iscrowd") else label_of[annotation["category_id"]]
+        )
+        yield Shape(label, where, coco_cover(annotation["segmentation"], where, size))
+
+
+def coco_cover(segmentation: Json, where: str, size: Size) -> Area | list[np.ndarray]:
+    """Return the pixels of runs, or the outlines of an object in several pieces."""
     if isinstance(segmentation, dict):
         counts = segmentation.get("counts", ())
         if isinstance(counts, str):
-            counts = unpack_counts(counts, place)
-        stated = segmentation.get("size")
-        if stated and tuple(stated) != size:
+            counts = unpack_counts(counts, where)
+        height, width = segmentation.get("size") or size
+        if (height, width) != size:
             raise UserError(
-                f"{place}: its runs (RLE) are of {stated[1]} x {stated[0]} pixels, the image has "
+                f"{where}: its runs (RLE) are of {width} x {height} pixels, the image has "
                 f"{size[1]} x {size[0]}; export it anew"
             )
-        shape.area = Area(0, 0, fill_counts(counts, size, place))
-        return shape
+        return Area(0, 0, fill_counts(counts, size, where))
     if not isinstance(segmentation[0], list):  # some write one outline as it is
         segmentation = [segmentation]
-    outlines: list[np.ndarray] = [to_points(each, place) for each in segmentation]
-    shape.outlines = [
-        points for points in outlines if is_outline(points, place, found.skipped)
-    ]
-    return shape
+    return [to_points(each, where) for each in segmentation]

@@ -56,19 +56,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{out}: lies in {tree.root}; name a folder outside of it")
     format = formats.FORMATS.get(given.format) or formats.find_label_format(tree)
     say(f"{source}: {format.name} ({format.what})")
-    found = LabelledSet([])
+    labelled = LabelledSet([])
     try:
-        found = format.read(tree)
-        lines = result.write_set(found, out)
+        labelled = formats.read_labels(format, tree)
+        lines = result.write_set(labelled, out)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         # a key that is missing, a text in place of a number
         raise UserError(
             f"{source}: not as {format.name} has it ({error!r}); export it anew"
         ) from error
     finally:
-        for line in found.skipped.remarks(tree.root):
+        for line in labelled.skipped.remarks(tree.root):
             say(line)
-    for line in (*found.notes, *lines):
+    for line in (*labelled.notes, *lines):
         say(line)
     say(f"next: python -m ddpkit check {out}")
 

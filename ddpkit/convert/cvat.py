@@ -1,26 +1,43 @@
-"""CVAT's XML for images."""
+"""CVAT's XML for images.
+
+    <annotations><meta>... <label><name>cat</name><color>#ff0000</color></label> ...</meta>
+      <image name="a.jpg" subset="Train" width="640" height="480">
+        <polygon label="cat" points="x,y;x,y;..." z_order="0"/></image></annotations>
+
+Described in CVAT's documentation, "Annotation formats", CVAT for image. Videos have <track> in
+place of <image>: their frames are not in the export, so that there is nothing to draw on.
+"""
 
 from collections.abc import Sequence
+from functools import partial
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
+
+import numpy as np
 
 from ddpkit import files
 from ddpkit.convert.labels import (
     Color,
     LabelledSet,
+    LeftOut,
     ObjectClasses,
-    Sample,
     Size,
     part_of,
     to_color,
 )
+from ddpkit.convert.objects import (
+    Entries,
+    MarkedImage,
+    draw_objects,
+    not_there,
+    stated_size,
+)
 from ddpkit.convert.shapes import (
     Area,
-    Drawing,
     Shape,
+    Shapes,
     box_outline,
     fill_counts,
-    is_outline,
     numbers_of,
     oval,
     to_points,
@@ -29,6 +46,7 @@ from ddpkit.convert.shapes import (
 from ddpkit.convert.tree import Tree, folder_of
 from ddpkit.errors import UserError, reason_of
 
+KINDS = ("polygon", "box", "ellipse", "mask")
 HEAD = b"<annotations"
 
 
@@ -41,111 +59,86 @@ def find_cvat(tree: Tree) -> list[str]:
     ]
 
 
-def read_cvat(tree: Tree) -> LabelledSet:
-    names = find_cvat(tree)
-    if not names:
-        raise UserError(f"{tree.root}: no XML file in it has CVAT's annotations")
-    found = LabelledSet([])
-    roots = {}
-    order: dict[str, Color | None] = {}
-    for name in names:
-        try:
-            roots[name] = ElementTree.fromstring(files.read_file(tree.path(name)))
-        except (ElementTree.ParseError, ValueError) as error:
-            raise UserError(
-                f"{tree.path(name)}: no XML ({reason_of(error)}); repair or remove it"
-            ) from None
-        for label in roots[name].findall(".//meta//labels/label"):
+def read_cvat(tree: Tree, names: Sequence[str]) -> LabelledSet:
+    roots = {name: parse_xml(tree, name) for name in names}
+    colors: dict[str, Color | None] = {}
+    for root in roots.values():
+        for label in root.findall(".//meta//labels/label"):
             text = (label.findtext("name") or "").strip()
-            order.setdefault(text, to_color(label.findtext("color") or ""))
-    if not order:  # an export without a head
-        used = {
-            shape.get("label", "")
-            for root in roots.values()
-            for image in root.findall("image")
-            for shape in image
-        }
-        order = dict.fromkeys(sorted(used))
-    classes = ObjectClasses(order, order)
-    found.names = classes.names
-    found.colors = classes.colors
-    for name, root in roots.items():
-        for track in root.findall("track"):
-            found.skipped.leave_out("tracks of videos", f"{name}, {track.get('label')}")
-        for image in root.findall("image"):
-            add_image(tree, name, image, classes, found)
-    tree.count_unnamed(found)
-    return found
+            colors.setdefault(text, to_color(label.findtext("color") or ""))
+    if not colors:  # an export without a head
+        marks = [mark for root in roots.values() for mark in root.iterfind("image/*")]
+        colors = dict.fromkeys(sorted({mark.get("label", "") for mark in marks}))
+    classes = ObjectClasses(colors, colors)
+    label_files = (read_root(tree, name, root, classes) for name, root in roots.items())
+    return draw_objects(tree, classes, label_files)
 
 
-def add_image(
-    tree: Tree, name: str, image: Element, classes: ObjectClasses, found: LabelledSet
-) -> None:
-    given = image.get("name", "")
-    stated = part_of(image.get("subset", "")) or part_of(folder_of(given))
-    path, part = tree.find_sample(given, name, stated)
-    if path is None:
-        found.skipped.leave_out(f"images of {name} that are not there", given)
-        return
-
-    def cvat_shapes(size: Size) -> list[Shape]:
-        place = f"{tree.path(name)}, {given}"
-        shapes = [element_shape(each, classes, place, found) for each in image]
-        return [shape for shape in shapes if shape]
-
-    size = None
-    if image.get("height") and image.get("width"):
-        size = (int(image.get("height", 0)), int(image.get("width", 0)))
-    draw = Drawing(cvat_shapes, found.skipped, f"{tree.path(name)}, {given}", size)
-    found.samples.append(Sample(path, part, draw))
+def parse_xml(tree: Tree, name: str) -> Element:
+    try:
+        return ElementTree.fromstring(files.read_file(tree.path(name)))
+    except (ElementTree.ParseError, ValueError) as error:
+        raise UserError(
+            f"{tree.path(name)}: no XML ({reason_of(error)}); repair or remove it"
+        ) from None
 
 
-def element_shape(
-    given: Element,
-    classes: ObjectClasses,
-    place: str,
-    found: LabelledSet,
-) -> Shape | None:
-    """Return the object of an element of <image>, or None if it has no inside."""
-    kind = given.tag
-    label = given.get("label", "")
-    place = f"{place}, a {kind} of {label}"
+def read_root(tree: Tree, name: str, root: Element, classes: ObjectClasses) -> Entries:
+    for track in root.findall("track"):
+        yield LeftOut("tracks of videos", f"{name}, {track.get('label')}")
+    for image in root.findall("image"):
+        given = image.get("name", "")
+        stated = part_of(image.get("subset", "")) or part_of(folder_of(given))
+        path, part = tree.find_sample(given, name, stated)
+        if path is None:
+            yield not_there(name, given)
+            continue
+        where = f"{tree.path(name)}, {given}"
+        shapes = partial(cvat_shapes, image, classes, where)
+        size = stated_size(image.get("height"), image.get("width"))
+        yield MarkedImage(path, part, where, shapes, size)
 
-    if kind == "tag":
-        return None
-    if kind not in ("polygon", "box", "ellipse", "mask"):
-        found.skipped.leave_out("points and lines, which have no inside", place)
-        return None
-    shape = Shape(classes.number(label, place), place)
-    shape.order = float(given.get("z_order", 0))
-    degrees = float(given.get("rotation", 0))
-    if kind == "polygon":
-        pairs = [pair.split(",") for pair in given.get("points", "").split(";")]
-        points = to_points(pairs, place)
-        shape.outlines = [points] if is_outline(points, place, found.skipped) else []
-    elif kind == "box":
-        corners = box_outline(*numbers_of(given.get, place, "xtl", "ytl", "xbr", "ybr"))
-        shape.outlines = [turned(corners, degrees)]
-    elif kind == "ellipse":
-        x, y, width, height = numbers_of(given.get, place, "cx", "cy", "rx", "ry")
-        shape.outlines = [turned(oval((x, y), (width, height)), degrees)]
+
+def cvat_shapes(
+    image: Element, classes: ObjectClasses, where: str, size: Size
+) -> Shapes:
+    for mark in image:
+        kind = mark.tag
+        label = mark.get("label", "")
+        named = f"{where}, a {kind} of {label}"
+        if kind in KINDS:
+            number = classes.number(label, named)
+            order = float(mark.get("z_order", 0))
+            yield Shape(number, named, cvat_cover(mark, named), order)
+        elif kind != "tag":  # which is a label of the whole image
+            yield LeftOut("points and lines, which have no inside", named)
+
+
+def cvat_cover(mark: Element, where: str) -> Area | list[np.ndarray]:
+    """Return the pixels of <mask>, or the outline of the other elements that have an inside."""
+    numbers = partial(numbers_of, mark.get, where)
+    if mark.tag == "mask":
+        box = [int(number) for number in numbers("left", "top", "width", "height")]
+        return boxed_area(mark.get("rle", ""), box, where)
+    if mark.tag == "polygon":
+        pairs = [pair.split(",") for pair in mark.get("points", "").split(";")]
+        return [to_points(pairs, where)]
+    if mark.tag == "box":
+        points = box_outline(*numbers("xtl", "ytl", "xbr", "ybr"))
     else:
-        box = [
-            int(value)
-            for value in numbers_of(given.get, place, "left", "top", "width", "height")
-        ]
-        shape.area = boxed_area(given.get("rle", ""), box, place)
-    return shape
+        x, y, across, down = numbers("cx", "cy", "rx", "ry")
+        points = oval((x, y), (across, down))
+    return [turned(points, float(mark.get("rotation", 0)))]
 
 
-def boxed_area(text: str, box: Sequence[int], place: str) -> Area:
+def boxed_area(text: str, box: Sequence[int], where: str) -> Area:
     """Return the area of runs along the rows of a box: left, top, width, height."""
     left, top, width, height = box
     try:
         counts = [int(word) for word in text.split(",")]
     except ValueError:
         raise UserError(
-            f"{place}: its runs (RLE) are no numbers; export it anew"
+            f"{where}: its runs (RLE) are no numbers; export it anew"
         ) from None
-    inside = fill_counts(counts, (height, width), place, by_columns=False)
+    inside = fill_counts(counts, (height, width), where, by_columns=False)
     return Area(top, left, inside)

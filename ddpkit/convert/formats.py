@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from ddpkit.convert import (
     arrays,
@@ -22,86 +24,129 @@ from ddpkit.errors import UserError, shorten
 
 @dataclass
 class LabelFormat:
-    """name: as --format takes it. find: what of it lies in a folder, or nothing."""
+    """A way to write labels.
+
+    name: as --format takes it. needs: what a folder has to have, for the message if it has not.
+    find: the files or folders that show the format, or nothing. read: these -> their labels.
+    is_hidden: nothing shows it, so that it has to be named.
+    """
 
     name: str
     what: str
+    needs: str
     find: Callable[[Tree], Sequence]
-    read: Callable[[Tree], LabelledSet]
-    # whether it is named alone, because nothing shows it
+    read: Callable[[Tree, Any], LabelledSet]
     is_hidden: bool = False
 
 
-def nothing(tree: Tree) -> Sequence:
-    return ()
-
-
+NO_RUNS = (
+    f"no CSV file in it has a column of images and one of {', '.join(runs.RUN_COLUMNS)}"
+)
+NO_LISTS = (
+    "no CSV file in it names images and labels; its first line has to name the columns, such as "
+    f"{shorten(image_labels.IMAGE_COLUMNS)} and {shorten(image_labels.LABEL_COLUMNS)}"
+)
 # Those that a file of their own shows
 CERTAIN = [
-    LabelFormat("coco", "COCO JSON", coco.find_coco, coco.read_coco),
-    LabelFormat("labelme", "LabelMe JSON", labelme.find_labelme, labelme.read_labelme),
+    LabelFormat(
+        "coco",
+        "COCO JSON",
+        f"no JSON file in it has {', '.join(coco.NEEDED)}",
+        coco.find_coco,
+        coco.read_coco,
+    ),
+    LabelFormat(
+        "labelme",
+        "LabelMe JSON",
+        "no JSON file in it has LabelMe's shapes",
+        labelme.find_labelme,
+        labelme.read_labelme,
+    ),
     LabelFormat(
         "label-studio",
         "Label Studio's JSON, with PNGs of brushes",
+        'no JSON file in it is a list of tasks with data and annotations; export as "JSON", too',
         label_studio.find_label_studio,
         label_studio.read_label_studio,
     ),
-    LabelFormat("yolo", "YOLO outlines, data.yaml", yolo.find_yolo, yolo.read_yolo),
-    LabelFormat("cvat-xml", "CVAT for images, XML", cvat.find_cvat, cvat.read_cvat),
+    LabelFormat(
+        "yolo",
+        "YOLO outlines, data.yaml",
+        "no YAML file in it has names, and a train or val; nor is there a classes.txt, a name in "
+        "each line",
+        yolo.find_yolo,
+        yolo.read_yolo,
+    ),
+    LabelFormat(
+        "cvat-xml",
+        "CVAT for images, XML",
+        "no XML file in it has CVAT's annotations",
+        cvat.find_cvat,
+        cvat.read_cvat,
+    ),
     LabelFormat(
         "cvat-mask",
         "CVAT Segmentation mask 1.1, labelmap.txt",
+        "no labelmap.txt beside SegmentationClass in it",
         mask_files.find_cvat_masks,
         mask_files.read_cvat_masks,
     ),
     LabelFormat(
         "voc",
         "Pascal VOC, JPEGImages and SegmentationClass",
+        "no JPEGImages beside SegmentationClass in it",
         mask_files.find_voc,
         mask_files.read_voc,
     ),
     LabelFormat(
         "cityscapes",
         "Cityscapes, gtFine labelIds",
+        "no file in it ends with _gtFine_labelIds.png",
         mask_files.find_cityscapes,
         mask_files.read_cityscapes,
     ),
     LabelFormat(
         "camvid",
         "CamVid, trainannot or codes.txt",
+        "no trainannot beside train in it, nor codes.txt beside labels",
         mask_files.find_camvid,
         mask_files.read_camvid,
     ),
     LabelFormat(
         "roboflow-mask",
         "Roboflow png-mask-semantic",
+        "no _classes.csv in it has a column Pixel Value",
         mask_files.find_roboflow,
         mask_files.read_roboflow,
     ),
     LabelFormat(
         "roboflow-classes",
         "Roboflow _classes.csv, labels of images",
+        NO_LISTS,
         image_labels.find_several,
-        image_labels.read_several,
+        image_labels.read_lists,
     ),
     LabelFormat(
         "rle-csv",
         "Kaggle's runs (RLE) down the columns",
+        NO_RUNS,
         runs.find_runs,
         runs.read_runs,
     ),
     LabelFormat(
         "rle-csv-rows",
         "the same along the rows",
-        nothing,
-        runs.read_runs_by_rows,
+        NO_RUNS,
+        runs.find_runs,
+        partial(runs.read_runs, by_columns=False),
         is_hidden=True,
     ),
     LabelFormat(
         "huggingface",
         "image folder with metadata.csv or .jsonl",
+        NO_LISTS,
         image_labels.find_metadata,
-        image_labels.read_metadata,
+        image_labels.read_lists,
     ),
 ]
 # Those that only names show: if there is none of the others
@@ -109,26 +154,30 @@ LIKELY = [
     LabelFormat(
         "class-masks",
         "images, and masks/CLASS in black and white",
+        "no masks/CLASS beside images in it",
         mask_files.find_class_masks,
         mask_files.read_class_masks,
     ),
     LabelFormat(
         "jpeg-masks",
         "images, and masks of JPEG in black and white",
+        "no masks of JPEG beside images in it",
         arrays.find_jpeg_masks,
         arrays.read_jpeg_masks,
     ),
     LabelFormat(
         "arrays",
         "masks in .mat or .npy beside images",
+        "no .mat or .npy file in it is named as an image",
         arrays.find_arrays,
         arrays.read_arrays,
     ),
     LabelFormat(
         "csv",
         "CSV of images and labels",
+        NO_LISTS,
         image_labels.find_lists,
-        image_labels.read_kaggle_lists,
+        image_labels.read_lists,
     ),
 ]
 FORMATS = {format.name: format for format in (*CERTAIN, *LIKELY)}
@@ -137,15 +186,15 @@ FORMATS = {format.name: format for format in (*CERTAIN, *LIKELY)}
 def find_label_format(tree: Tree) -> LabelFormat:
     """Return the format of a folder; a UserError if it has none, or several."""
     for group in CERTAIN, LIKELY:
-        found = [format for format in group if is_there(format, tree)]
-        if len(found) > 1:
-            names = [format.name for format in found]
+        fitting = [format for format in group if is_there(format, tree)]
+        if len(fitting) > 1:
+            names = [format.name for format in fitting]
             raise UserError(
                 f"{tree.root}: has {' and '.join(names)}; add --format {names[0]}, or name the "
                 "folder of one of them"
             )
-        if found:
-            return found[0]
+        if fitting:
+            return fitting[0]
     tree.refuse_broken()
     if as_training_takes_it(tree):
         raise UserError(
@@ -153,21 +202,33 @@ def find_label_format(tree: Tree) -> LabelFormat:
         )
     image_labels.refuse_unclear(tree)
     endings = Counter(ending_of(name) or "without ending" for name in tree.files)
-    there = [f"{count} {ending}" for ending, count in endings.most_common()]
+    listed = [f"{count} {ending}" for ending, count in endings.most_common()]
     raise UserError(
-        f"{tree.named or tree.root}: no format that is known ({shorten(there) or 'no files'}); "
+        f"{tree.named or tree.root}: no format that is known ({shorten(listed) or 'no files'}); "
         f"--format takes one of {', '.join(FORMATS)}"
     )
 
 
 def is_there(format: LabelFormat, tree: Tree) -> bool:
-    found = format.find(tree)
+    if format.is_hidden:
+        return False
+    shown = format.find(tree)
     # of a named file, what lies beside it is not asked for
-    return tree.below(tree.named) in found if tree.named else bool(found)
+    return tree.below(tree.named) in shown if tree.named else bool(shown)
+
+
+def read_labels(format: LabelFormat, tree: Tree) -> LabelledSet:
+    """Return the labels in a folder; a UserError if it has none of this format."""
+    shown = format.find(tree)
+    if not shown:
+        tree.refuse_broken()
+        raise UserError(f"{tree.root}: {format.needs}")
+    return format.read(tree, shown)
 
 
 def as_training_takes_it(tree: Tree) -> bool:
-    places = set(tree.folders) | set(tree.files)
-    has_pairs = any({f"{p}images", f"{p}masks"} <= places for p in ("", "train/"))
-    has_list = "train.csv" in places and "file" in tree.first_row("train.csv")
+    has_pairs = any(
+        {f"{p}images", f"{p}masks"} <= set(tree.folders) for p in ("", "train/")
+    )
+    has_list = "train.csv" in tree.files and "file" in tree.first_row("train.csv")
     return has_pairs or has_list

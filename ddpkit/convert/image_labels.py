@@ -1,4 +1,13 @@
-"""Labels of whole images in CSV files: Roboflow's, Kaggle's, and those of Hugging Face."""
+"""Labels of whole images in CSV files: Roboflow's, Kaggle's, and those of Hugging Face.
+
+    id,breed          filename, cat, dog     (_classes.csv)
+    a,pug             a.jpg, 1, 0
+
+    {"file_name": "a.jpg", "label": "pug"}   (metadata.jsonl, or .csv with these columns)
+
+Described at huggingface.co, Datasets, "Create an image dataset", ImageFolder; the others are not.
+What the columns mean is told by their names alone.
+"""
 
 import json
 import re
@@ -7,12 +16,22 @@ from pathlib import Path
 
 from ddpkit.convert import runs
 from ddpkit.convert.labels import LabelledSet, Sample, part_of
+from ddpkit.convert.objects import not_there
 from ddpkit.convert.tree import Json, Tree
-from ddpkit.errors import UserError, shorten
+from ddpkit.errors import UserError
 
 # Columns, in small letters: of images, and of labels.
-IMAGES = (*runs.IMAGES, "file_name", "image_path", "path", "name")
-LABELS = ("label", "labels", "class", "category", "breed", "species", "target", "tags")
+IMAGE_COLUMNS = (*runs.IMAGE_COLUMNS, "file_name", "image_path", "path", "name")
+LABEL_COLUMNS = (
+    "label",
+    "labels",
+    "class",
+    "category",
+    "breed",
+    "species",
+    "target",
+    "tags",
+)
 METADATA = ("metadata.csv", "metadata.jsonl")
 # columns that are none, of sets of captions or of objects
 NO_LABELS = {"text", "caption", "captions", "prompt", "description", "objects", "bbox"}
@@ -26,28 +45,27 @@ def find_several(tree: Tree) -> list[str]:
 
 def find_metadata(tree: Tree) -> list[str]:
     """Return the lists of Hugging Face that have labels."""
-    found = []
-    for name in tree.files:
-        if name.rpartition("/")[2] in METADATA:
-            row = next(records(tree, name), {})
-            if "file_name" in row and label_columns([row], "file_name"):
-                found.append(name)
-    return found
+    names = []
+    for name in tree.files_named(*METADATA):
+        row = next(records(tree, name), {})
+        if "file_name" in row and label_columns([row], "file_name"):
+            names.append(name)
+    return names
 
 
 def find_lists(tree: Tree) -> list[str]:
     """Return the CSV files whose first row names an image that is there, and has a label."""
-    found = []
+    names = []
     for name in lists_of_images(tree):
         row = tree.first_row(name)
         if label_columns([row], image_column(row)):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def lists_of_images(tree: Tree) -> list[str]:
     """Return the CSV files in which a row names an image that is there."""
-    found = []
+    names = []
     several = find_several(tree)
     for name in tree.with_ending(".csv"):
         is_other = name in several or runs.columns_of(tree, name)
@@ -57,8 +75,8 @@ def lists_of_images(tree: Tree) -> list[str]:
             continue
         rows = tree.rough_rows(name)
         if any(tree.has_image(each.get(image, "")) for each in rows):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def refuse_unclear(tree: Tree) -> None:
@@ -92,7 +110,7 @@ def records(tree: Tree, name: str) -> Iterator[dict[str, Json]]:
 
 def image_column(row: dict[str, Json]) -> str:
     known = {column.lower(): column for column in row}
-    named = [known[each] for each in IMAGES if each in known]
+    named = [known[each] for each in IMAGE_COLUMNS if each in known]
     # else the first one
     return named[0] if named else next(iter(row), "")
 
@@ -102,7 +120,7 @@ def label_columns(rows: Sequence[dict[str, Json]], image: str) -> list[str]:
     split = runs.split_column(rows)
     others = [column for column in rows[0] if column and column not in (image, split)]
     for column in others:
-        if column.lower() in LABELS:
+        if column.lower() in LABEL_COLUMNS:
             return [column]
     if len(others) > 1:
         are_classes = all(
@@ -146,25 +164,8 @@ def blanks_in(
     return []
 
 
-def read_several(tree: Tree) -> LabelledSet:
-    return read_lists(tree, find_several(tree))
-
-
-def read_metadata(tree: Tree) -> LabelledSet:
-    return read_lists(tree, find_metadata(tree))
-
-
-def read_kaggle_lists(tree: Tree) -> LabelledSet:
-    return read_lists(tree, find_lists(tree))
-
-
 def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
-    if not names:
-        raise UserError(
-            f"{tree.root}: no CSV file in it names images and labels; its first line has to name "
-            f"the columns, such as {shorten(IMAGES)} and {shorten(LABELS)}"
-        )
-    found = LabelledSet([])
+    labelled = LabelledSet([])
     of_image: dict[Path, tuple[str, ...]] = {}
     classes: set[str] = set()
     for name in names:
@@ -177,17 +178,17 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
                 f"{tree.path(name)}: its columns are not 0 and 1 in each row; name the column of "
                 "the labels label, or correct them"
             )
-        found.notes += runs.not_read(name, rows, (image, split, *columns))
-        found.notes += blanks_in(name, rows, columns)
+        labelled.notes += runs.not_read(name, rows, (image, split, *columns))
+        labelled.notes += blanks_in(name, rows, columns)
         for row in rows:
             refuse_others(tree, name, columns[0], row.get(columns[0]))
             given = str(row.get(image) or "")
             stated = part_of(str(row.get(split) or ""))
             path = None
             if given:
-                path, part = runs.find_of_row(tree, given, name, stated)
+                path, part = tree.find_sample(given, name, stated)
             if path is None:
-                found.skipped.leave_out(f"images of {name} that are not there", given)
+                labelled.skipped.add(not_there(name, given))
                 continue
             try:
                 labels = tuple(sorted(set(labels_in_row(row, columns))))
@@ -201,13 +202,15 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
                     "or write them into one, with ; between"
                 )
             classes.update(labels)
-            found.samples.append(Sample(path, part, labels=labels))
-    tree.count_unnamed(found)
-    found.several = any(len(sample.labels) > 1 for sample in found.samples)
-    if len(classes) > 1 and not found.several:
+            labelled.samples.append(Sample(path, part, labels=labels))
+    tree.count_unnamed(labelled)
+    labelled.several = any(len(sample.labels) > 1 for sample in labelled.samples)
+    if len(classes) > 1 and not labelled.several:
         # of several labels one may be none; of one, there is nothing to learn
-        for sample in [each for each in found.samples if not each.labels]:
-            found.skipped.leave_out("images without a label", tree.below(sample.image))
-            found.samples.remove(sample)
-    found.names = sorted(classes)
-    return found
+        for sample in [each for each in labelled.samples if not each.labels]:
+            labelled.skipped.leave_out(
+                "images without a label", tree.below(sample.image)
+            )
+            labelled.samples.remove(sample)
+    labelled.names = sorted(classes)
+    return labelled

@@ -1,19 +1,28 @@
-"""Label Studio's JSON export: outlines, boxes and ellipses, and brushes from its PNG files."""
+"""Label Studio's JSON export: outlines, boxes and ellipses, and brushes from its PNG files.
+
+    [{"id": 3, "data": {"image": "/data/upload/1/0123abcd-a.jpg"}, "annotations": [{"id": 5,
+      "result": [{"type": "polygonlabels",
+                  "value": {"points": [[x, y], ...], "polygonlabels": ["cat"]}}]}]}]
+
+Described at labelstud.io, "Label Studio JSON format of annotated tasks". Brushes have runs of its
+own in it, which no page describes; they are taken from the export "Brush labels to PNG".
+"""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from ddpkit.convert.labels import LabelledSet, ObjectClasses, Sample, Size, part_of
+from ddpkit.convert.labels import LabelledSet, LeftOut, ObjectClasses, Size, part_of
 from ddpkit.convert.mask_files import read_inside
+from ddpkit.convert.objects import Entries, MarkedImage, draw_objects
 from ddpkit.convert.shapes import (
     Area,
-    Drawing,
     Shape,
+    Shapes,
     box_outline,
-    is_outline,
     numbers_of,
     oval,
     to_points,
@@ -22,6 +31,8 @@ from ddpkit.convert.shapes import (
 from ddpkit.convert.tree import ENDINGS, Json, Tree, ending_of, folder_of, slashes
 from ddpkit.errors import UserError
 
+# by the numbers of task and annotation: labels, and the PNGs of what is marked so
+Brushes = dict[tuple, list[tuple[str, Path]]]
 # as the export "Brush labels to PNG" names them
 BRUSH = re.compile(r"task-(\d+)-annotation-(\d+)-by-.*-tag-(.+)-\d+\.png")
 KINDS = ("polygonlabels", "rectanglelabels", "ellipselabels", "brushlabels")
@@ -40,64 +51,51 @@ def is_export(content: Json) -> bool:
     )
 
 
-def read_label_studio(tree: Tree) -> LabelledSet:
+def read_label_studio(tree: Tree, names: Sequence[str]) -> LabelledSet:
     tree.refuse_broken()
-    names = find_label_studio(tree)
-    if not names:
-        raise UserError(
-            f"{tree.root}: no JSON file in it is a list of tasks with data and annotations; export "
-            'as "JSON", too'
-        )
-    found = LabelledSet([])
-    brushes: dict[tuple, list[tuple[str, str]]] = {}
-    for name in tree.files:
-        match = BRUSH.fullmatch(name.rpartition("/")[2])
-        if match:
-            key = int(match[1]), int(match[2])
-            brushes.setdefault(key, []).append((match[3], name))
+    brushes = find_brushes(tree)
     tasks = [(name, task) for name in names for task in tree.jsons[name]]
     used = {label for own in brushes.values() for label, _ in own}
     for _, task in tasks:
-        used.update(label for each in results_of(task) for label in labels_of(each))
+        used.update(label for result in results_of(task) for label in labels_of(result))
     classes = ObjectClasses(sorted(used))
-    found.names = classes.names
-    for name, task in tasks:
-        place = f"{tree.path(name)}, task {task.get('id')}"
-        done = annotations_of(task)
-        if not done:
-            found.skipped.leave_out("tasks without an annotation", place)
-            continue
-        if len(done) > 1:
-            found.skipped.leave_out("second annotations of a task", place)
-        path = find_image_of(tree, name, task)
-        if path is None:
-            found.skipped.leave_out("tasks without an image", place)
-            continue
-        own = brushes.get((task.get("id"), done[0].get("id")), [])
-        results = results_of(task)
+    entries = (read_task(tree, name, task, brushes, classes) for name, task in tasks)
+    others = {tree.below(path) for own in brushes.values() for _, path in own}
+    return draw_objects(tree, classes, entries, others)
 
-        def studio_shapes(
-            size: Size, results: list = results, own: list = own, place: str = place
-        ) -> list[Shape]:
-            shapes = []
-            for each in results:
-                shapes += result_shapes(each, size, classes, place, found)
-            for label, png in own:
-                inside = read_inside(tree.path(png), size)
-                number = classes.number(label, place)
-                shapes.append(Shape(number, png, area=Area(0, 0, inside)))
-            return shapes
 
-        if not own and any(each.get("type") == "brushlabels" for each in results):
-            raise UserError(
-                f'{place}: has brush labels; export "Brush labels to PNG" into the same folder, too'
-            )
-        draw = Drawing(studio_shapes, found.skipped, place)
-        part = part_of(folder_of(tree.below(path))) or "train"
-        found.samples.append(Sample(path, part, draw))
-    brush_files = {png for own in brushes.values() for _, png in own}
-    tree.count_unnamed(found, brush_files)
-    return found
+def find_brushes(tree: Tree) -> Brushes:
+    brushes: Brushes = {}
+    for name in tree.files:
+        match = BRUSH.fullmatch(name.rpartition("/")[2])
+        if match:
+            key = (int(match[1]), int(match[2]))
+            brushes.setdefault(key, []).append((match[3], tree.path(name)))
+    return brushes
+
+
+def read_task(
+    tree: Tree, name: str, task: dict, brushes: Brushes, classes: ObjectClasses
+) -> Entries:
+    where = f"{tree.path(name)}, task {task.get('id')}"
+    done = annotations_of(task)
+    if not done:
+        yield LeftOut("tasks without an annotation", where)
+        return
+    if len(done) > 1:
+        yield LeftOut("second annotations of a task", where)
+    image = find_image_of(tree, name, task)
+    if image is None:
+        yield LeftOut("tasks without an image", where)
+        return
+    own = brushes.get((task.get("id"), done[0].get("id")), [])
+    results = results_of(task)
+    if not own and any(result["type"] == "brushlabels" for result in results):
+        raise UserError(
+            f'{where}: has brush labels; export "Brush labels to PNG" into the same folder, too'
+        )
+    shapes = partial(studio_shapes, results, own, classes, where)
+    yield MarkedImage(image, tree.part_of_image(image), where, shapes)
 
 
 def annotations_of(task: dict) -> list[dict]:
@@ -123,48 +121,48 @@ def find_image_of(tree: Tree, name: str, task: dict) -> Path | None:
         value = slashes(value.rpartition("?d=")[2])
         last = value.rpartition("/")[2]
         part = part_of(folder_of(value))
-        # an upload has letters of its own in front
-        own = re.sub(r"^[0-9a-f]{8}-", "", last)
         is_elsewhere = value.startswith("/data/upload/") or "://" in value
-        for given in (last if is_elsewhere else value, own):
-            path = tree.find_image(given, name, part)
-            if path:
-                return path
+        # an upload has letters of its own in front
+        without_letters = re.sub(r"^[0-9a-f]{8}-", "", last)
+        for given in (last if is_elsewhere else value, without_letters):
+            image = tree.find_image(given, name, part)
+            if image:
+                return image
     return None
 
 
-def result_shapes(
-    result: dict, size: Size, classes: ObjectClasses, place: str, found: LabelledSet
-) -> list[Shape]:
-    """Return the object of a result with an outline, whose values are in % of the image."""
-    value = result["value"]
-    kind = result["type"]
-    place = f"{place}, {kind}"
-    scale = np.array(size[::-1]) / 100
+def studio_shapes(
+    results: Sequence[dict],
+    brushes: Sequence[tuple[str, Path]],
+    classes: ObjectClasses,
+    where: str,
+    size: Size,
+) -> Shapes:
+    for result in results:
+        kind = result["type"]
+        if kind == "brushlabels":  # whose PNG is read below
+            continue
+        named = f"{where}, {kind}"
+        outline = outline_of(result["value"], kind, size, named)
+        for label in labels_of(result):
+            yield Shape(classes.number(label, named), named, [outline])
+    for label, path in brushes:
+        inside = read_inside(path, size)
+        yield Shape(classes.number(label, where), str(path), Area(0, 0, inside))
 
-    if kind == "brushlabels":
-        return []
+
+def outline_of(value: dict, kind: str, size: Size, where: str) -> np.ndarray:
+    """Return the outline in pixels of a result, whose values are in % of the image."""
+    numbers = partial(numbers_of, value.get, where)
+    scale = np.array(size[::-1]) / 100
+    degrees = float(value.get("rotation") or 0)
     if kind == "polygonlabels":
-        points = to_points(value.get("points"), place)
-        if not is_outline(points, place, found.skipped):
-            return []
-        points = points * scale
-    elif kind == "rectanglelabels":
-        left, top, width, height = numbers_of(
-            value.get, place, "x", "y", "width", "height"
-        )
+        return to_points(value.get("points"), where) * scale
+    if kind == "rectanglelabels":
+        left, top, width, height = numbers("x", "y", "width", "height")
         points = box_outline(left, top, left + width, top + height) * scale
-        # about its first corner
-        corner = points[0].copy()
-        points = turned(points, float(value.get("rotation") or 0))
-        points += corner - points[0]
-    else:
-        x, y, across, down = numbers_of(
-            value.get, place, "x", "y", "radiusX", "radiusY"
-        )
-        points = oval((x, y), (across, down)) * scale
-        points = turned(points, float(value.get("rotation") or 0))
-    return [
-        Shape(classes.number(label, place), place, [points])
-        for label in labels_of(result)
-    ]
+        # about its first corner, which stays where it is
+        around_middle = turned(points, degrees)
+        return around_middle + points[0] - around_middle[0]
+    x, y, across, down = numbers("x", "y", "radiusX", "radiusY")
+    return turned(oval((x, y), (across, down)) * scale, degrees)

@@ -9,8 +9,9 @@ import numpy as np
 
 from ddpkit.data.format import VOID
 from ddpkit.errors import UserError, shorten
+from ddpkit.vision import places
 
-PARTS = ("train", "val", "test")
+PARTS = tuple(places.PARTS)  # train, val, test
 BACKGROUND = "background"
 # Classes of these names are no classes: their pixels are void. In small letters.
 VOID_NAMES = {"void", "ignore", "ignored", "unlabeled", "unlabelled"}
@@ -18,11 +19,22 @@ Size = tuple[int, int]  # height and width
 Color = tuple[int, int, int]
 
 
+@dataclass
+class LeftOut:
+    """What a reader passes over. name: of a file, or of something in it."""
+
+    reason: str
+    name: object
+
+
 class Skipped:
     """What is left out, by the reason."""
 
     def __init__(self) -> None:
         self.names: dict[str, list[str]] = {}
+
+    def add(self, each: LeftOut) -> None:
+        self.leave_out(each.reason, each.name)
 
     def leave_out(self, reason: str, name: object) -> None:
         self.names.setdefault(reason, []).append(str(name))
@@ -87,40 +99,31 @@ class ObjectClasses:
         self, names: Iterable[str], colors: dict[str, Color | None] | None = None
     ):
         self.names = [BACKGROUND]
-        self.number_of: dict[str, int] = {}
+        self.number_of = {BACKGROUND: 0}
         self.colors: list[Color] = []
-        for name in names:
-            self.add(name)
-        if colors:
-            of_names = {clean_name(name): color for name, color in colors.items()}
-            found = [of_names.get(name) for name in self.names]
-            found[0] = found[0] or (0, 0, 0)
-            known = [color for color in found if color]
-            if len(set(known)) == len(found):  # all have one, and each another
-                self.colors = known
-
-    def add(self, name: str) -> int:
-        """Return the number of the class `name`, which is new if it has not been seen."""
-        text = clean_name(name)
-        if text not in self.number_of:
-            if text == BACKGROUND:
-                self.number_of[text] = 0
-            elif plain_name(text) in VOID_NAMES:
+        for text in map(clean_name, names):
+            if plain_name(text) in VOID_NAMES:
                 self.number_of[text] = VOID
-            else:
+            elif text not in self.number_of:
                 self.number_of[text] = len(self.names)
                 self.names.append(text)
-        return self.number_of[text]
+        if colors:
+            of_names = {clean_name(name): color for name, color in colors.items()}
+            listed = [of_names.get(name) for name in self.names]
+            listed[0] = listed[0] or (0, 0, 0)
+            known = [color for color in listed if color]
+            if len(set(known)) == len(listed):  # all have one, and each another
+                self.colors = known
 
-    def number(self, name: str, place: object) -> int:
+    def number(self, name: str, where: object) -> int:
         """Return the number of a class that there has to be."""
-        found = self.number_of.get(clean_name(name))
-        if found is None:
+        number = self.number_of.get(clean_name(name))
+        if number is None:
             raise UserError(
-                f"{place}: class {name} is not among the classes of the set; add it there, or "
+                f"{where}: class {name} is not among the classes of the set; add it there, or "
                 "correct the name"
             )
-        return found
+        return number
 
 
 def plain_name(name: str) -> str:
@@ -139,13 +142,9 @@ def clean_name(name: object) -> str:
 def part_of(name: str) -> str:
     """Return which part a path belongs to, by its last folder or file that names one; or ""."""
     for piece in reversed(re.split(r"[\\/]", name.lower())):
-        words = re.split(r"[^a-z]+", piece)
-        for part, pattern in (
-            ("test", "test|testing"),
-            ("val", "val|valid|validation"),
-            ("train", "train|training"),
-        ):
-            if any(re.fullmatch(pattern, word) for word in words):
+        words = set(re.split(r"[^a-z]+", piece))
+        for part in reversed(PARTS):
+            if words & set(places.PARTS[part]):
                 return part
     return ""
 

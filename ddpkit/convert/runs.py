@@ -1,21 +1,40 @@
-"""Kaggle's runs (RLE) in a CSV file: a row per object, the image's name and START LENGTH ..."""
+"""Kaggle's runs (RLE) in a CSV file: a row per object.
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+    ImageId,ClassId,EncodedPixels
+    a.jpg,3,1 4 17 4                (4 pixels from the first one down, 4 from the 17th)
+    b.jpg,,                         (an image without objects)
+
+There is no common description: each competition has its own under "Data" and "Evaluation". What
+most have in common, starts from 1 and down the columns, is taken; nothing in a file says otherwise.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from ddpkit.convert.labels import LabelledSet, ObjectClasses, Sample, Size, part_of
-from ddpkit.convert.shapes import Area, Drawing, Shape, fill_pairs
+from ddpkit.convert.labels import LabelledSet, ObjectClasses, Size, part_of
+from ddpkit.convert.objects import Entries, MarkedImage, draw_objects, not_there
+from ddpkit.convert.shapes import Area, Shape, fill_pairs
 from ddpkit.convert.tree import Tree
-from ddpkit.errors import UserError, shorten
+from ddpkit.errors import shorten
 
 # Columns, in small letters: of runs, of names of images, of classes.
-RUNS = ("encodedpixels", "rle", "rle_mask", "rles", "annotation", "segmentation")
-IMAGES = ("imageid", "image_id", "id", "img", "image", "image_name", "filename", "file")
-CLASSES = ("classid", "class_id", "class", "label", "category")
-SPLITS = ("split", "subset", "set", "partition")  # which part a row belongs to
+RUN_COLUMNS = ("encodedpixels", "rle", "rle_mask", "rles", "annotation", "segmentation")
+IMAGE_COLUMNS = (
+    "imageid",
+    "image_id",
+    "id",
+    "img",
+    "image",
+    "image_name",
+    "filename",
+    "file",
+)
+CLASS_COLUMNS = ("classid", "class_id", "class", "label", "category")
+SPLIT_COLUMNS = ("split", "subset", "set", "partition")  # which part a row belongs to
 BOTH = "imageid_classid"  # as x.jpg_3
-NOTHING = ("", "-1", "nan")  # an image without objects
+NO_RUNS = ("", "-1", "nan")  # an image without objects
+Row = tuple[str, str, int]  # class, runs, number of the row
 
 
 def columns_of(tree: Tree, name: str) -> tuple[str, str, str] | None:
@@ -26,15 +45,15 @@ def columns_of(tree: Tree, name: str) -> tuple[str, str, str] | None:
     def first(names: tuple[str, ...]) -> str:
         return next((known[each] for each in names if each in known), "")
 
-    images = first((*IMAGES, BOTH))
-    runs = first(RUNS)
-    return (runs, images, first(CLASSES)) if runs and images else None
+    images = first((*IMAGE_COLUMNS, BOTH))
+    runs = first(RUN_COLUMNS)
+    return (runs, images, first(CLASS_COLUMNS)) if runs and images else None
 
 
 def split_column(rows: Sequence[dict[str, Any]]) -> str:
     """Return the column that says of each row which part it belongs to; "" if there is none."""
     for column in rows[0] if rows else ():
-        if column.lower() in SPLITS and all(
+        if column.lower() in SPLIT_COLUMNS and all(
             part_of(str(row.get(column))) for row in rows
         ):
             return column
@@ -50,19 +69,6 @@ def not_read(
     return [f"{name}: columns that are not read: {shorten(others)}"] if others else []
 
 
-def find_of_row(
-    tree: Tree, given: str, name: str, stated: str
-) -> tuple[Path | None, str]:
-    """Return the image of a row and its part, which the row may state.
-
-    Then its images may lie where the other ones of the file do.
-    """
-    path, part = tree.find_sample(given, name, stated)
-    if path is None and stated and part_of(name):
-        path = tree.find_image(given, name, part_of(name))
-    return path, part
-
-
 def find_runs(tree: Tree) -> list[str]:
     """Return the CSV files with runs, but for samples of submissions."""
     return [
@@ -72,18 +78,9 @@ def find_runs(tree: Tree) -> list[str]:
     ]
 
 
-def read_runs_by_rows(tree: Tree) -> LabelledSet:
-    return read_runs(tree, by_columns=False)
-
-
-def read_runs(tree: Tree, by_columns: bool = True) -> LabelledSet:
-    names = find_runs(tree)
-    if not names:
-        raise UserError(
-            f"{tree.root}: no CSV file in it has a column of images and one of {', '.join(RUNS)}"
-        )
-    # by file and image: class and runs of its objects, with their rows
-    objects: dict[tuple[str, str, str], list[tuple[str, str, int]]] = {}
+def read_runs(tree: Tree, names: Sequence[str], by_columns: bool = True) -> LabelledSet:
+    # by file, image and part that is stated: class and runs of its objects, with their rows
+    objects: dict[tuple[str, str, str], list[Row]] = {}
     used = set()
     notes = []
     for name in names:
@@ -98,28 +95,36 @@ def read_runs(tree: Tree, by_columns: bool = True) -> LabelledSet:
                 image, _, label = image.rpartition("_")
             stated = part_of(row.get(split) or "")
             own = objects.setdefault((name, image, stated), [])
-            if row.get(runs, "").lower() not in NOTHING:
-                own.append((label, row[runs], number))
+            if row.get(runs, "").lower() not in NO_RUNS:
+                own.append((label or "object", row[runs], number))
                 used.add(label)
     in_order = sorted(used, key=lambda text: (len(text), text))  # 2 before 10
     classes = ObjectClasses(text or "object" for text in in_order)
-    found = LabelledSet([], classes.names, notes=notes)
+    entries = read_images(tree, objects, classes, by_columns)
+    labelled = draw_objects(tree, classes, [entries])
+    labelled.notes = notes
+    return labelled
+
+
+def read_images(
+    tree: Tree,
+    objects: dict[tuple[str, str, str], list[Row]],
+    classes: ObjectClasses,
+    by_columns: bool,
+) -> Entries:
     for (name, image, stated), own in objects.items():
-        path, part = find_of_row(tree, image, name, stated)
+        path, part = tree.find_sample(image, name, stated)
         if path is None:
-            found.skipped.leave_out(f"images of {name} that are not there", image)
+            yield not_there(name, image)
             continue
+        shapes = partial(run_shapes, own, str(tree.path(name)), classes, by_columns)
+        yield MarkedImage(path, part, f"{tree.path(name)}, {image}", shapes)
 
-        def run_shapes(size: Size, own: list = own, name: str = name) -> list[Shape]:
-            shapes = []
-            for label, runs, number in own:
-                place = f"{tree.path(name)}, row {number}"
-                inside = fill_pairs(runs, size, place, by_columns)
-                label_number = classes.number(label or "object", place)
-                shapes.append(Shape(label_number, place, area=Area(0, 0, inside)))
-            return shapes
 
-        draw = Drawing(run_shapes, found.skipped, f"{tree.path(name)}, {image}")
-        found.samples.append(Sample(path, part, draw))
-    tree.count_unnamed(found)
-    return found
+def run_shapes(
+    rows: Sequence[Row], file: str, classes: ObjectClasses, by_columns: bool, size: Size
+) -> Iterator[Shape]:
+    for label, runs, number in rows:
+        where = f"{file}, row {number}"
+        inside = fill_pairs(runs, size, where, by_columns)
+        yield Shape(classes.number(label, where), where, Area(0, 0, inside))

@@ -5,12 +5,12 @@ drawn first, so that the smaller ones lie over them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ddpkit.convert.labels import Size, Skipped
+from ddpkit.convert.labels import LeftOut, Size, Skipped
 from ddpkit.errors import UserError
 
 CORNERS = 256  # of a circle
@@ -24,42 +24,57 @@ class Area:
     left: int
     inside: np.ndarray
 
+    def view(self, pixels: np.ndarray) -> np.ndarray:
+        """Return the view of an image's pixels that lies in the area."""
+        height, width = self.inside.shape
+        return pixels[self.top : self.top + height, self.left : self.left + width]
+
 
 @dataclass
 class Shape:
-    """An object. outlines: each (points, 2), x and y in pixels; or an area.
+    """An object. cover: its outlines, each (points, 2), x and y in pixels; or an area.
 
-    label: a class number or VOID. place: for messages. order: those of a higher one lie above.
+    label: a class number or VOID. where: file and object, for messages. order: those of a higher
+    one lie above.
     """
 
     label: int
-    place: str
-    outlines: Sequence[np.ndarray] = ()
-    area: Area | None = None
+    where: str
+    cover: Sequence[np.ndarray] | Area
     order: float = 0
 
 
-def draw_shapes(shapes: Sequence[Shape], size: Size, skipped: Skipped) -> np.ndarray:
+Shapes = Iterable[Shape | LeftOut]  # of an image
+
+
+def draw_shapes(shapes: Shapes, size: Size, skipped: Skipped) -> np.ndarray:
     """Return the mask of all objects, uint8 (H, W), 0 where there is none."""
     mask = np.zeros(size, np.uint8)
     drawn = []
-    for number, shape in enumerate(shapes):
-        area = shape.area or fill_outlines(shape.outlines, size)
-        bottom = area.top + area.inside.shape[0]
-        right = area.left + area.inside.shape[1]
-        if min(area.top, area.left) < 0 or bottom > size[0] or right > size[1]:
+    for shape in shapes:
+        if isinstance(shape, LeftOut):
+            skipped.add(shape)
+            continue
+        area = shape.cover
+        if not isinstance(area, Area):
+            outlines = [points for points in area if len(points) > 2]
+            for _ in range(len(area) - len(outlines)):
+                skipped.leave_out("outlines of fewer than 3 points", shape.where)
+            if not outlines:
+                continue
+            area = fill_outlines(outlines, size)
+        if min(area.top, area.left) < 0 or area.view(mask).shape != area.inside.shape:
             raise UserError(
-                f"{shape.place}: it reaches beyond the image; draw it, or export it anew"
+                f"{shape.where}: it reaches beyond the image; draw it, or export it anew"
             )
         pixels = int(area.inside.sum())
         if pixels:
-            drawn.append((shape.order, -pixels, number, area))
+            drawn.append((shape.order, -pixels, shape.label, area))
         else:
-            skipped.leave_out("objects that cover no pixel", shape.place)
-    for _, _, number, area in sorted(drawn, key=lambda each: each[:3]):
-        height, width = area.inside.shape
-        part = mask[area.top : area.top + height, area.left : area.left + width]
-        part[area.inside] = shapes[number].label
+            skipped.leave_out("objects that cover no pixel", shape.where)
+    # of one order and size, those that come later lie above
+    for _, _, label, area in sorted(drawn, key=lambda each: each[:2]):
+        area.view(mask)[area.inside] = label
     return mask
 
 
@@ -70,9 +85,7 @@ def fill_outlines(outlines: Sequence[np.ndarray], size: Size) -> Area:
         return areas[0]
     whole = np.zeros(size, bool)
     for area in areas:
-        height, width = area.inside.shape
-        part = whole[area.top : area.top + height, area.left : area.left + width]
-        part |= area.inside
+        area.view(whole)[area.inside] = True
     return Area(0, 0, whole)
 
 
@@ -98,13 +111,13 @@ def fill_outline(points: np.ndarray, size: Size) -> Area:
     at = x + (rows + 0.5 - y) * ((end_x - x) / (end_y - y))
     columns = np.ceil(at - 0.5).clip(left, right).astype(int)
     shape = (int(bottom - top), int(right - left + 1))
-    places = (rows - top) * shape[1] + columns - left
-    passes = np.bincount(places, minlength=shape[0] * shape[1]).reshape(shape) % 2 == 1
+    slots = (rows - top) * shape[1] + columns - left
+    passes = np.bincount(slots, minlength=shape[0] * shape[1]).reshape(shape) % 2 == 1
     inside = np.logical_xor.accumulate(passes, axis=1)[:, :-1]
     return Area(int(top), int(left), inside)
 
 
-def to_points(values: object, place: str) -> np.ndarray:
+def to_points(values: object, where: str) -> np.ndarray:
     """Return x, y, x, y, ... as float (points, 2); a UserError if they are none."""
     try:
         flat = np.array(values, np.float64).reshape(-1)
@@ -113,14 +126,14 @@ def to_points(values: object, place: str) -> np.ndarray:
         points = np.full((1, 2), np.nan)
     if not np.isfinite(points).all():
         raise UserError(
-            f"{place}: its outline is no list of x, y, x, y, ...; repair or remove it"
+            f"{where}: its outline is no list of x, y, x, y, ...; repair or remove it"
         )
     return points
 
 
-def numbers_of(get: Callable, place: str, *names: str) -> list[float]:
+def numbers_of(get: Callable, where: str, *names: str) -> list[float]:
     """Return what `get` has of these names, an even count; a UserError if one is none."""
-    return to_points([get(name) for name in names], place).reshape(-1).tolist()
+    return to_points([get(name) for name in names], where).reshape(-1).tolist()
 
 
 def box_outline(left: float, top: float, right: float, bottom: float) -> np.ndarray:
@@ -134,7 +147,7 @@ def oval(center: Sequence[float], radius: Sequence[float]) -> np.ndarray:
 
 
 def fill_counts(
-    counts: Sequence[int], size: Size, place: str, by_columns: bool = True
+    counts: Sequence[int], size: Size, where: str, by_columns: bool = True
 ) -> np.ndarray:
     """Return bool (H, W) of the lengths of runs, in turn outside and inside.
 
@@ -144,14 +157,14 @@ def fill_counts(
     height, width = size
     if lengths.ndim != 1 or (lengths < 0).any() or lengths.sum() != height * width:
         raise UserError(
-            f"{place}: its runs (RLE) have {lengths.sum()} pixels, not the {width} x {height} of "
+            f"{where}: its runs (RLE) have {lengths.sum()} pixels, not the {width} x {height} of "
             "the image; export it anew"
         )
     values = np.arange(len(lengths)) % 2 == 1
     return np.repeat(values, lengths).reshape(size, order="F" if by_columns else "C")
 
 
-def unpack_counts(text: str, place: str) -> list[int]:
+def unpack_counts(text: str, where: str) -> list[int]:
     """Return the lengths of runs in COCO's compressed form.
 
     Each letter has 5 bits of a number, the lowest first, and a bit that says whether more follow;
@@ -164,7 +177,7 @@ def unpack_counts(text: str, place: str) -> list[int]:
         code = ord(letter) - 48
         if not 0 <= code < 64:
             raise UserError(
-                f"{place}: {letter!r} is no letter of runs (RLE); export it anew"
+                f"{where}: {letter!r} is no letter of runs (RLE); export it anew"
             )
         value |= (code & 31) << shift
         shift += 5
@@ -181,7 +194,7 @@ def unpack_counts(text: str, place: str) -> list[int]:
 
 
 def fill_pairs(
-    text: str, size: Size, place: str, by_columns: bool = True
+    text: str, size: Size, where: str, by_columns: bool = True
 ) -> np.ndarray:
     """Return bool (H, W) of Kaggle's runs: START LENGTH START LENGTH ..., of which 1 is the first.
 
@@ -194,62 +207,16 @@ def fill_pairs(
         pairs = numbers.reshape(-1, 2)
     except ValueError:
         raise UserError(
-            f"{place}: its runs (RLE) are no pairs of START LENGTH; repair or remove the row"
+            f"{where}: its runs (RLE) are no pairs of START LENGTH; repair or remove the row"
         ) from None
     for start, length in pairs:
         if start < 1 or length < 0 or start - 1 + length > len(inside):
             raise UserError(
-                f"{place}: the run {start} {length} (RLE) does not fit into the {width} x "
+                f"{where}: the run {start} {length} (RLE) does not fit into the {width} x "
                 f"{height} pixels of the image; is it of another size?"
             )
         inside[start - 1 : start - 1 + length] = True
     return inside.reshape(size, order="F" if by_columns else "C")
-
-
-@dataclass
-class Drawing:
-    """What Sample.draw is for an image with objects.
-
-    make: the size of the image -> its objects. stated: the size that the labels give.
-    """
-
-    make: Callable[[Size], Sequence[Shape]]
-    skipped: Skipped
-    place: str
-    stated: Size | None = None
-
-    def __call__(self, size: Size | None) -> np.ndarray:
-        known = size or self.stated
-        if known is None:
-            raise UserError(
-                f"{self.place}: the size of the image is not known; save it as PNG or JPEG"
-            )
-        return draw_shapes(self.objects(known), known, self.skipped)
-
-    def objects(self, size: Size) -> Sequence[Shape]:
-        stated = self.stated or size
-        if stated != size:
-            raise UserError(
-                f"{self.place}: the labels are of {stated[1]} x {stated[0]} pixels, the image has "
-                f"{size[1]} x {size[0]}; is it turned by EXIF, or another one?"
-            )
-        return self.make(size)
-
-    def together_with(self, other: "Drawing") -> "Drawing":
-        """Return the drawing of the objects of both, which are of the same image."""
-
-        def make_both(size: Size) -> Sequence[Shape]:
-            return [*self.objects(size), *other.objects(size)]
-
-        stated = self.stated or other.stated
-        return Drawing(make_both, self.skipped, self.place, stated)
-
-
-def is_outline(points: np.ndarray, place: str, skipped: Skipped) -> bool:
-    """Return whether these points have an inside; count them if they have none."""
-    if len(points) < 3:
-        skipped.leave_out("outlines of fewer than 3 points", place)
-    return len(points) >= 3
 
 
 def turned(points: np.ndarray, degrees: float) -> np.ndarray:

@@ -41,14 +41,14 @@ class Tree:
             self.files = self.find_files()
 
     def find_files(self) -> list[str]:
-        found = []
+        paths = []
         for parent, _, names in folders.walk(self.root):
             # `walk` goes through the real folder
             below = os.path.relpath(parent, self.root.resolve())
             for name in sorted(names):
                 if not name.startswith("."):
-                    found.append((Path(below) / name).as_posix())
-        return found
+                    paths.append((Path(below) / name).as_posix())
+        return paths
 
     def path(self, name: str) -> Path:
         return self.root / name
@@ -59,8 +59,12 @@ class Tree:
 
     def with_ending(self, *endings: str) -> list[str]:
         """Return the files with one of these endings; of a named file that alone."""
-        found = [self.below(self.named)] if self.named else self.files
-        return [name for name in found if ending_of(name) in endings]
+        names = [self.below(self.named)] if self.named else self.files
+        return [name for name in names if ending_of(name) in endings]
+
+    def files_named(self, *names: str) -> list[str]:
+        """Return the files in any folder that have one of these names."""
+        return [name for name in self.files if name.rpartition("/")[2] in names]
 
     def in_folder(self, folder: str, endings: set[str] = ENDINGS) -> list[str]:
         """Return the files anywhere in `folder`, "" for all, with one of these endings."""
@@ -74,23 +78,18 @@ class Tree:
     @functools.cached_property
     def folders(self) -> list[str]:
         """All folders that have files in them or below; "" is the outermost."""
-        found = {""}
-        for name in self.files:
-            parents = [parent.as_posix() for parent in Path(name).parents]
-            found.update(parent for parent in parents if parent != ".")
-        return sorted(found)
+        parents = {parent for name in self.files for parent in Path(name).parents}
+        names = {parent.as_posix() for parent in parents}
+        return sorted(names - {"."} | {""})
 
     @functools.cached_property
     def images_by_name(self) -> dict[str, list[str]]:
         """The images by the last part of their names, with and without the ending."""
-        found: dict[str, list[str]] = {}
-        for name in self.files:
-            if ending_of(name) in ENDINGS:
-                last = name.rpartition("/")[2]
-                stem = os.path.splitext(last)[0]
-                for key in {last, stem}:
-                    found.setdefault(key, []).append(name)
-        return found
+        images: dict[str, list[str]] = {}
+        for name in self.in_folder(""):
+            for key in (name.rpartition("/")[2], stem_of(name)):
+                images.setdefault(key, []).append(name)
+        return images
 
     def find_sample(
         self, given: str, near: str, stated: str = ""
@@ -102,9 +101,16 @@ class Tree:
         """
         part = stated or part_of(near) or part_of(folder_of(slashes(given)))
         path = self.find_image(given, near, part)
+        if path is None and stated and part_of(near):
+            # then it may lie where the other images of the file do
+            path = self.find_image(given, near, part_of(near))
         if path and not part:
-            part = part_of(folder_of(self.below(path)))
+            part = self.part_of_image(path)
         return path, part or "train"
+
+    def part_of_image(self, path: Path) -> str:
+        """Return the part that the folders of an image name; without a name it is train."""
+        return part_of(folder_of(self.below(path))) or "train"
 
     def find_image(self, given: str, near: str, part: str = "") -> Path | None:
         """Return the image that a label file names, or None.
@@ -120,34 +126,34 @@ class Tree:
         if ending_of(given) in ENDINGS and beside.is_file():
             return beside
         last = given.rpartition("/")[2]
-        found = self.images_by_name.get(last, [])
-        if not found and ending_of(last) in ENDINGS:
-            # such as x.tif for x.png, after somebody has saved the images anew
-            found = self.images_by_name.get(os.path.splitext(last)[0], [])
-        found = [name for name in found if self.may_be(name, given, near, part)]
-        longest = max((common_end(name, given) for name in found), default=0)
-        for wanted in (
-            lambda name: common_end(name, given) == longest,
-            lambda name: part_of(folder_of(name)) == (part or "train"),
-            lambda name: folder_of(name) == folder_of(near),
-        ):
-            fitting = [name for name in found if wanted(name)]
-            if len(found) > 1 and fitting:
-                found = fitting
-        if len(found) > 1:
+        # the second is for x.tif as x.png, after somebody has saved the images anew
+        named = self.images_by_name.get(last) or self.images_by_name.get(
+            without_ending(last), []
+        )
+        images = [name for name in named if self.may_be(name, given, near, part)]
+        if not images:
+            return None
+
+        def rank(name: str) -> tuple:
+            folder = folder_of(name)
+            is_in_part = part_of(folder) == (part or "train")
+            return (common_end(name, given), is_in_part, folder == folder_of(near))
+
+        best = max(map(rank, images))
+        images = [name for name in images if rank(name) == best]
+        if len(images) > 1:
             raise UserError(
-                f"{self.path(near)}: {given} may be {found[0]} or {found[1]}; remove or rename "
+                f"{self.path(near)}: {given} may be {images[0]} or {images[1]}; remove or rename "
                 "one of them"
             )
-        if not found:
-            return None
-        other = self.given_of.setdefault(found[0], given)
-        if not (is_end(given, other) or is_end(other, given)):
+        image = images[0]
+        other = self.given_of.setdefault(image, given)
+        if not may_be_same(given, other):
             raise UserError(
-                f"{self.path(near)}: {other} and {given} are two images, but {found[0]} is the "
-                "only one there; put the images into the folders that the labels name"
+                f"{self.path(near)}: {other} and {given} are two images, but {image} is the only "
+                "one there; put the images into the folders that the labels name"
             )
-        return self.path(found[0])
+        return self.path(image)
 
     def has_image(self, given: str) -> bool:
         """Return whether an image is there, in any folder, that may be the one named `given`."""
@@ -168,7 +174,7 @@ class Tree:
         # of lists of parts for images that are all in one folder named train
         is_pool = self.parts == {"train"}
         # folders that the label file lies in, too, say nothing
-        lies_in = part_of(without_start(own, folder_of(near)))
+        lies_in = part_of(os.path.relpath(own or ".", folder_of(near) or "."))
         if part and lies_in and part != lies_in and not is_pool:
             return False
         rest = special_names(folder, same)
@@ -184,41 +190,42 @@ class Tree:
         """The parts that have folders of images of their own."""
         return {part_of(folder_of(name)) for name in self.in_folder("")} - {""}
 
-    def count_unnamed(self, found: LabelledSet, others: Collection[str] = ()) -> None:
+    def count_unnamed(
+        self, labelled: LabelledSet, others: Collection[str] = ()
+    ) -> None:
         """Count the images beside those that have labels, which no label file names.
 
         others: files that are no images of the set.
         """
-        used = {sample.image.resolve() for sample in found.samples}
-        places = {folder_of(self.below(sample.image)) for sample in found.samples}
-        said = set(others)
-        said |= {name for names in found.skipped.names.values() for name in names}
+        used = {sample.image.resolve() for sample in labelled.samples}
+        folders = {folder_of(self.below(sample.image)) for sample in labelled.samples}
+        said = set(others).union(*labelled.skipped.names.values())
         for name in self.in_folder(""):
-            if folder_of(name) not in places or name in said:
+            if folder_of(name) not in folders or name in said:
                 continue
             if self.path(name).resolve() not in used:
-                found.skipped.leave_out("images without labels", name)
+                labelled.skipped.leave_out("images without labels", name)
 
     def keyed(self, folder: str, names: Iterable[str]) -> dict[str, str]:
         """Return the images of a folder by their paths in it, without endings.
 
         Raises a UserError if two have the same one, because a mask is of one of them.
         """
-        found: dict[str, str] = {}
+        image_of: dict[str, str] = {}
         for name in names:
             key = key_of(name, folder)
-            if key in found:
+            if key in image_of:
                 raise UserError(
-                    f"{self.path(name)} and {found[key]} have the same name, and masks are found "
-                    "by it; rename or remove one of them"
+                    f"{self.path(name)} and {image_of[key]} have the same name, and masks are "
+                    "found by it; rename or remove one of them"
                 )
-            found[key] = name
-        return found
+            image_of[key] = name
+        return image_of
 
     @functools.cached_property
     def jsons(self) -> dict[str, Json]:
         """What the JSON files hold, by name; a UserError in place of one that is none."""
-        found: dict[str, Json] = {}
+        contents: dict[str, Json] = {}
         for name in self.with_ending(".json"):
             try:
                 content = json.loads(files.read_file(self.path(name)))
@@ -229,8 +236,8 @@ class Tree:
                 )
             if isinstance(content, dict):
                 content.pop("imageData", None)  # LabelMe's copy of the image
-            found[name] = content
-        return found
+            contents[name] = content
+        return contents
 
     def refuse_broken(self) -> None:
         """Raise a UserError if a JSON file could not be read."""
@@ -253,11 +260,8 @@ class Tree:
 
     def tables(self, name: str, column: str) -> list[str]:
         """Return the CSV files of that name in any folder, if their first row has the column."""
-        return [
-            path
-            for path in self.files
-            if path.rpartition("/")[2] == name and column in self.first_row(path)
-        ]
+        paths = self.files_named(name)
+        return [path for path in paths if column in self.first_row(path)]
 
     def first_row(self, name: str) -> dict[str, str]:
         """Return the first row of a CSV file, to see what it is; {} if there is none."""
@@ -312,41 +316,25 @@ def slashes(given: str) -> str:
 
 def common_end(name: str, given: str) -> int:
     """Return how many of the last parts of two paths are equal; the last one counts as equal."""
-    pairs = zip(
-        reversed(folder_of(name).split("/")),
-        reversed(folder_of(given).split("/")),
-        strict=False,
-    )
+    own = folder_of(name).split("/")
+    other = folder_of(given).split("/")
     count = 1
-    for own, other in pairs:
-        if own != other or not own:
-            break
+    while own and other and own.pop() == other.pop() != "":
         count += 1
     return count
 
 
-def without_start(folder: str, other: str) -> str:
-    """Return a folder without those in front that it has in common with the other one."""
-    pieces = folder.split("/")
-    for piece in other.split("/"):
-        if not pieces or pieces[0] != piece:
-            break
-        del pieces[0]
-    return "/".join(pieces)
+def may_be_same(one: str, other: str) -> bool:
+    """Return whether two names may be of one file: one has fewer folders, or no ending."""
+    if (ending_of(one) in ENDINGS) != (ending_of(other) in ENDINGS):
+        one, other = map(without_ending, (one, other))
+    short, long = sorted((f"/{one}", f"/{other}"), key=len)
+    return long.endswith(short)
 
 
-def is_end(given: str, longer: str) -> bool:
-    """Return whether `given` names the file `longer`: with fewer folders, or without an ending."""
-    if f"/{longer}".endswith(f"/{given}"):
-        return True
-    ends = {ending_of(given) in ENDINGS, ending_of(longer) in ENDINGS}
-    if len(ends) == 1:
-        return False
-    stems = [
-        os.path.splitext(x)[0] if ending_of(x) in ENDINGS else x
-        for x in (given, longer)
-    ]
-    return f"/{stems[1]}".endswith(f"/{stems[0]}")
+def without_ending(name: str) -> str:
+    """Return the name of an image without its ending."""
+    return os.path.splitext(name)[0] if ending_of(name) in ENDINGS else name
 
 
 def special_names(folder: str, same: int) -> set[str]:

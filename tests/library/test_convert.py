@@ -888,6 +888,18 @@ def test_objects_of_several_files(
     assert "2.jpg and 1.jpg have the same id 1" in refusal(source)
 
 
+def test_an_object_that_is_left_out_is_counted_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    source = tmp_path / "set"
+    save(source / "1.jpg")
+    coco_file(source / "cat.json", ["1.jpg"], LARGE)
+    coco_file(source / "dog.json", ["1.jpg"], [1, 1, 2, 2])
+    said = converted(source, capsys)
+    assert "1 outlines of fewer than 3 points: dog.json, annotation 0" in said
+    assert "cover no pixel" not in said
+
+
 def test_an_image_in_two_parts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """It is said; and the name of the image itself is no part."""
     source = tmp_path / "set"
