@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpkit.data.format import VOID
 from ddpkit.ranks import distributed, replicas
@@ -51,7 +51,9 @@ class FirstSteps:
         self.hooks = []
         for name, part in {"": optimizer, **self.others}.items():
             note = functools.partial(self._note_step, name)
-            self.hooks.append(part.register_step_pre_hook(note))
+            # the one within may be the only one that steps, as SAM's does
+            for each in part, *states.inner(part).values():
+                self.hooks.append(each.register_step_pre_hook(note))
         if criterion is not None:
             watch = criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
             self.hooks.append(watch)
@@ -153,69 +155,6 @@ class FirstSteps:
                 "warning: run.end_step without a step of the optimizer: a stop there loses the "
                 "gradients so far; for several batches per step use --accumulate"
             )
-
-
-class LateChanges:
-    """Watches for parts that a loop changes between the end of an epoch and its next steps.
-
-    parts: of the run, by name. trained: the network whose weights are trained. trainable_then: how
-        many were when the checkpoint was saved. is_within_epoch: whether a resumed run begins
-        there.
-    """
-
-    def __init__(
-        self,
-        parts: states.Parts,
-        trained: nn.Module,
-        trainable_then: int,
-        is_within_epoch: bool,
-    ) -> None:
-        self.parts = parts
-        self.trained = trained
-        self.trainable_then = trainable_then
-        self.at_start = self._summary() if is_within_epoch else {}
-        self.at_end: dict | None = None  # of the epoch: what its checkpoint has
-
-    def trainable(self) -> int:
-        return sum(weight.requires_grad for weight in self.trained.parameters())
-
-    def before_steps(self) -> None:
-        """Say a line if what was changed before the first steps will be wrong in a resumed run."""
-        frozen = self.trainable_then - self.trainable()
-        self.trainable_then = 0
-        if frozen > 0:
-            distributed.print0(
-                f"warning: {frozen} weights are frozen that were trained when this run was "
-                "stopped: what unfreezes them in an epoch has to do so, too, when the run resumes "
-                "in a later one (epoch >= N, not ==)"
-            )
-        now = self._summary()
-        if any(now[name] != each for name, each in self.at_start.items()):
-            distributed.print0(
-                "a scheduler or another part was changed before run.steps() in an epoch that is "
-                "resumed in its middle, where it has been changed already: do that at the end of "
-                "the loop, after run.end_epoch"
-            )
-        self.at_start = {}
-
-    def note_saved(self) -> None:
-        """Note the parts as they have been saved at the end of an epoch."""
-        self.at_end = self._summary()
-
-    def since_saved(self) -> bool:
-        """Return whether a part has changed since `note_saved`, once; to call on all ranks."""
-        then = self.at_end
-        self.at_end = None
-        if then is None:
-            return False
-        return distributed.from_rank_zero(lambda: self._summary() != then)
-
-    def _summary(self) -> dict[str, int]:
-        """Return on rank 0 what tells whether a part has changed."""
-        if not distributed.is_rank_zero():
-            return {}
-        found = {name: part.state_dict() for name, part in self.parts.items()}
-        return states.checksums(found)
 
 
 def say_void(targets: Sequence[Tensor]) -> None:

@@ -20,10 +20,10 @@ from ddpkit.run import agreement, checkpoint, finite, states
 from ddpkit.run.best import Best
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN
 from ddpkit.run.criterion import Criterion
-from ddpkit.run.first_steps import FirstSteps, LateChanges
+from ddpkit.run.first_steps import FirstSteps
 from ddpkit.run.folder import RunFolder, load_weights
 from ddpkit.run.progress import Sums, progress_line
-from ddpkit.run.resuming import Checkpoints, Steps, is_later
+from ddpkit.run.resuming import Checkpoints, Phase, Steps, is_later
 from ddpkit.run.states import State
 
 # of a checkpoint, besides KEYS
@@ -116,6 +116,7 @@ class Run(Checkpoints):
 
     name = "run"
     goes_on_after_last = False  # it keeps what an epoch's steps have added up
+    settled = frozenset({Phase.OUTSIDE, Phase.EPOCH, Phase.AFTER})
 
     def __init__(
         self,
@@ -184,12 +185,6 @@ class Run(Checkpoints):
         self.is_out = False  # of patience
         watched = criterion if isinstance(criterion, Criterion) else None
         self.first_steps = FirstSteps(self.parts, optimizer, watched, accumulate)
-        self.changes = LateChanges(
-            self.parts,
-            self.trained,
-            trainable_then=state.get("trainable", 0),
-            is_within_epoch=self.seen > 0,
-        )
         # as far as the checkpoint, and metrics.csv, which is written after it
         self.is_complete: bool = report.go_on(
             self.epoch, self.step, self.history, self.device
@@ -422,9 +417,7 @@ class Run(Checkpoints):
                 f"all {self.last_epoch} epochs are done: the loop over them is "
                 "for epoch in range(run.epoch, args.epochs)"
             )
-        self._keep_changes()
         self.variables.begin_epoch(self, self.epoch, self.parts)
-        self.changes.before_steps()
         self.report.print_parameters(self.trained)
         self.networks = networks
         sources.judged.discard(self.model)
@@ -597,21 +590,9 @@ class Run(Checkpoints):
             direction = "max" if self.chosen.is_higher else "min"
             self.report.note_facts(best=[self.chosen.name, direction])
 
-    def _keep_changes(self) -> None:
-        """Save again if a part was changed after `end_epoch`, such as a scheduler stepped there."""
-        if self.changes.since_saved():
-            self._write(self.best_epoch == self.epoch, keeps_images=True)
-
-    def save(self) -> None:
-        """Write a checkpoint, unless the loss or a weight is not finite; to call on all ranks.
-
-        Within a step it is written at its end.
-        """
-        if self.is_in_step:
-            self.is_due = True
-        else:
-            self._write()
-            stopping.note_kept(self._position())
+    def _save_again(self) -> None:
+        """A part was changed after `end_epoch`, such as a scheduler stepped there."""
+        self._write(self.best_epoch == self.epoch, keeps_images=True)
 
     def _write(self, is_best: bool = False, keeps_images: bool = False) -> None:
         self.is_due = False
@@ -632,7 +613,6 @@ class Run(Checkpoints):
         state |= {
             "global_batch": self.source.global_batch,
             "seen": self.seen,
-            "trainable": self.changes.trainable(),
             "history": self.history,
         }
         return state

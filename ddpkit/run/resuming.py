@@ -1,7 +1,15 @@
-"""The engine of a training script: its state is saved, and resumed to the step."""
+"""The engine of a training script: its state is saved, and resumed to the step.
+
+Where a script is in its loops is one of the phases below, and decides what it may do next. A save
+that is asked for within a step, or an epoch, waits for its end.
+
+    with epochs:     OUTSIDE -> EPOCH -> STEPS -> LAST_STEP -> AFTER -> EPOCH ... -> OUTSIDE
+    without epochs:  OUTSIDE -> ALONE -> DONE, or, if the loop is left, OUTSIDE again
+"""
 
 import contextlib
 import copy
+import enum
 import functools
 import math
 import random
@@ -10,6 +18,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -32,7 +41,7 @@ from ddpkit.run.checkpoint import Foreign
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import progress_line
 from ddpkit.run.states import State
-from ddpkit.run.unsaved import LoopVariables, say_unsaved
+from ddpkit.run.unsaved import Changes, LoopVariables, Unsaved
 
 END = object()  # of an iterator
 KINDS = {"parts": dict, "kinds": dict, "resumed_from": str, "ranks": int, "seed": int}
@@ -51,18 +60,39 @@ SHARDED = {
 }
 
 
+class Phase(enum.Enum):
+    OUTSIDE = "of all loops"
+    EPOCH = "an epoch has begun, its loop over steps has not"
+    STEPS = "in that loop"
+    LAST_STEP = "in that loop, and all before its last optimizer step is saved"
+    AFTER = "after that loop, before the end of the epoch"
+    ALONE = "in the loop over steps of a run without epochs"
+    DONE = "after that loop, of which a run has one"
+
+
+# The phase of a loop over steps that begins in one; and the one after its end.
+BEGINS = {Phase.OUTSIDE: Phase.ALONE, Phase.EPOCH: Phase.STEPS}
+ENDS = {
+    Phase.STEPS: Phase.AFTER,
+    Phase.LAST_STEP: Phase.AFTER,
+    Phase.ALONE: Phase.DONE,
+}
+
+
 class Turns:
     """Those since an optimizer took a step: any, it need not be a part.
 
-    torch keeps the hook for ever: it holds these numbers alone, no network.
+    torch keeps the hook for ever: it holds no network.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.period = 1  # turns that the last step of an optimizer took
+        self.stepped: WeakSet[Optimizer] = WeakSet()  # the optimizers that have
         register_optimizer_step_post_hook(self._begin_anew)
 
-    def _begin_anew(self, *_: object) -> None:
+    def _begin_anew(self, optimizer: Optimizer, *_: object) -> None:
+        self.stepped.add(optimizer)
         self.period = max(self.count, 1)
         self.count = 0
 
@@ -164,6 +194,8 @@ class Checkpoints:
 
     name = "checkpoints"  # as scripts call it, for messages
     goes_on_after_last = True  # step of an epoch, though a signal has come
+    # phases in which the parts have changed in nothing but the steps, and epochs, that are counted
+    settled = frozenset({Phase.OUTSIDE, Phase.DONE})
 
     def __init__(
         self,
@@ -192,14 +224,12 @@ class Checkpoints:
         self.share_outside = distributed.rank() * self.draws_by_rank
         self.streams: dict[int, random.Random] = {}
         self.first_step = 0  # of this process
-        self.is_looked_at = False  # what may have been forgotten
-        self.is_in_epochs = False
-        self.is_begun = False  # a loop over steps, of which an epoch has one
-        self.is_kept = False  # the state before the last of them
-        self.is_in_step = False
+        self.phase = Phase.OUTSIDE
         self.is_due = False  # a save, at the end of the step or epoch
         self.turns = Turns()
         self.variables = LoopVariables(self.name)
+        self.unsaved = Unsaved(type(self).__name__, self.parts, self.turns.stepped)
+        self.changes = Changes(self.parts)
         self.later: dict[str, State] = {}  # saved states of parts that are made later
         # of networks, this rank's own: DistributedDataParallel gives all those of rank 0
         self.buffers: dict[str, State] = {}
@@ -210,8 +240,12 @@ class Checkpoints:
         state = folder.take_state([*self.parts, "parts"])
         if state:
             self._load(state)
+        self.trainable_then: int = state.get("trainable", 0)
         folder.open_for_training(is_new=not state)
         states.fill_momenta(self.parts)
+        if self.done:
+            # of what has no place of its own, as a loader may have
+            self.changes.note_saved(nn.Module, *states.ON_ALL)
 
     @property
     def best(self) -> float | None:
@@ -281,15 +315,14 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _in_epochs(self) -> Iterator[None]:
-        self.is_in_epochs = True
+        self._begin_epoch()
         try:
             yield
         finally:
-            self.is_in_epochs = False
+            self.phase = Phase.OUTSIDE
 
     def _begin_epoch(self) -> None:
-        self.is_begun = False
-        self.is_kept = False  # what a signal after the last step goes back to
+        self.phase = Phase.EPOCH
         note_kept("")
 
     def steps(self, batches: Iterable, /, *networks: nn.Module) -> Steps:
@@ -318,15 +351,15 @@ class Checkpoints:
         length: int | None,
     ) -> Iterator:
         """Yield what is left of the batches of an epoch, which has `length`, if that is known."""
+        self._keep_changes()
         for network in networks:
             replicas.prepare_network(network)
         for name, buffers in self.buffers.items():
             states.load_buffers(self.parts[name], buffers)
         self.buffers.clear()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._in_loop())
-            if not self.is_in_epochs:
-                stack.enter_context(on_signals(self._position))
+        if self.step == self.first_step:
+            self.unsaved.begin()
+        with self._in_loop():
             rest = begin()
             self._keep_before_last(length)
             for batch in rest:
@@ -334,45 +367,68 @@ class Checkpoints:
                 samples.seed(self.seed, self.epoch, self.done, share)
                 self.streams.clear()
                 self.turns.count += 1
-                self.is_in_step = True
                 before = self.step
                 yield batch
-                self.is_in_step = False
                 self._count(before)
                 self._end_turn(is_last=self.done == length)
                 # before the next batch is read, after which a loader that is a part is further
                 self._keep_before_last(length)
-            if not self.is_in_epochs:
-                self._end_loop()
-            elif length is None:
+            if self.phase is not Phase.ALONE and length is None:
                 self._write()  # there was no telling which step would be the last
 
     @contextlib.contextmanager
     def _in_loop(self) -> Iterator[None]:
-        if self.is_begun:
+        """The loop over steps of an epoch, or, without epochs, of a run."""
+        if self.phase not in BEGINS:
             raise UserError(
                 f"a second loop over {self.name}.steps in an epoch, or, without epochs, in a run: "
                 "give the first all batches, such as itertools.chain(loader, other)"
             )
-        self.is_begun = True
+        self.phase = BEGINS[self.phase]
         try:
-            yield
-        except BaseException:  # also if it is left: in a notebook it may go on
-            self.is_begun = self.is_in_epochs
+            if self.phase is Phase.ALONE:
+                with on_signals(self._position):
+                    yield
+                    self._end_alone()
+            else:
+                yield
+        except BaseException:
+            if self.phase is Phase.ALONE:  # in a notebook it may go on
+                self.phase = Phase.OUTSIDE
             raise
         finally:
-            self.is_in_step = False
+            self.phase = ENDS.get(self.phase, self.phase)
             # what is drawn after the steps
             samples.seed(self.seed, self.epoch, self.share_outside, 1, 0)
+
+    def _keep_changes(self) -> None:
+        """Save anew, or say a line, if parts have changed since they were saved, but by steps."""
+        frozen = self.trainable_then - self.changes.trainable()
+        self.trainable_then = 0
+        if frozen > 0:
+            distributed.print0(
+                f"warning: {frozen} weights are frozen that were trained when this run was "
+                "stopped: what unfreezes them in an epoch has to do so, too, when the run resumes "
+                "in a later one (epoch >= N, not ==)"
+            )
+        if not self.changes.since_saved():
+            return
+        if not self.done:
+            self._save_again()
+            return
+        distributed.print0(
+            f"a scheduler or another part was changed before {self.name}.steps() in an epoch that "
+            "is resumed in its middle, where it has been changed already: do that at the end of "
+            "the loop over epochs"
+        )
 
     def _keep_before_last(self, length: int | None) -> None:
         """Save before an epoch's last optimizer step: what follows it may take long."""
         after = self.done + self.turns.period
         is_last = length is not None and 0 < self.done < length <= after
-        if self.goes_on_after_last and self.is_in_epochs and is_last:
-            if self.is_kept or self._is_between():
-                return
-            self.is_kept = True
+        is_to_keep = self.goes_on_after_last and self.phase is Phase.STEPS
+        if is_to_keep and is_last and not self._is_between():
+            self.phase = Phase.LAST_STEP
             if self.folder.saved_step != self.step:
                 self._write()
             note_kept(self._position())
@@ -383,9 +439,9 @@ class Checkpoints:
         self.step += 1
 
     def _end_turn(self, is_last: bool) -> None:
-        if not self.is_looked_at and self.step - self.first_step == 2:
-            self.is_looked_at = True
-            say_unsaved(type(self).__name__, self.parts)
+        if self.step - self.first_step == 2:
+            self.unsaved.say_networks()
+            self._state()  # what a save refuses is refused now
         if self.save_every and self.step % self.save_every == 0:
             self.is_due = True
         if self.is_due and not self._is_between():
@@ -399,7 +455,7 @@ class Checkpoints:
             if not goes_on and not self._is_between():
                 self._leave()
 
-    def _end_loop(self) -> None:
+    def _end_alone(self) -> None:
         if self.folder.saved_step != self.step:
             self._write()
         go_on()
@@ -436,12 +492,9 @@ class Checkpoints:
     def save(self) -> None:
         """Write last.pt: within a step, or an epoch, at its end; to call on all ranks."""
         self.is_due = True
-        if not self._is_inside():
+        if self.phase in self.settled:
             self._write()
-
-    def _is_inside(self) -> bool:
-        """Return whether the parts may have changed since the step, or epoch, that is counted."""
-        return self.is_in_step or self.is_in_epochs
+            note_kept(self._position())
 
     def save_best(self, score: float, is_higher: bool = True) -> bool:
         """Write best.pt now if rank 0's `score` is the best so far; return whether it is.
@@ -454,7 +507,7 @@ class Checkpoints:
         if not is_better or math.isnan(score):
             return False
         self.best_score = score
-        self.folder.add_best(self._state(self._is_inside()))
+        self.folder.add_best(self._state(is_inside=self.phase not in self.settled))
         self.save()
         return True
 
@@ -462,7 +515,11 @@ class Checkpoints:
         self.is_due = False
         self.folder.add(self._state(), is_best=False)
 
+    def _save_again(self) -> None:
+        self._write()
+
     def _state(self, is_inside: bool = False) -> State:
+        self.unsaved.say()
         taken = states.take_states(self.parts)
         return {
             "parts": taken,
@@ -476,6 +533,7 @@ class Checkpoints:
             "done": self.done,
             "step": self.step,
             "is_inside": is_inside,
+            "trainable": self.changes.trainable(),
             "global_batch": self.global_batch,
             "best": self.best_score,
         }

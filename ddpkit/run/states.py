@@ -50,6 +50,7 @@ OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # what has to be the same on all ranks
 ON_ALL = (Optimizer, LRScheduler, torch.amp.GradScaler)
 COMPILED = "_orig_mod."  # in names of weights, by torch.compile
+WITHIN = "within"  # an optimizer's state: those of the optimizers that it has
 ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
 
 
@@ -188,7 +189,10 @@ def names_of(parts: Parts) -> dict[Tensor, str]:
 
 
 def by_name(optimizer: Optimizer, names: Names) -> State:
-    """Return an optimizer's state_dict() with the names of weights in place of their numbers."""
+    """Return an optimizer's state_dict() with the names of weights in place of their numbers.
+
+    Also of those within it, such as SAM's, which have settings of their own or the same ones.
+    """
     known = []
     for number, weight in enumerate(weights_of(optimizer)):
         known.append(names.get(weight, f"{number} {tuple(weight.shape)}"))
@@ -197,7 +201,14 @@ def by_name(optimizer: Optimizer, names: Names) -> State:
     groups = []
     for group in state["param_groups"]:
         groups.append({**group, "params": [known[i] for i in group["params"]]})
-    return {**state, "state": moments, "param_groups": groups}
+    within = {key: by_name(each, names) for key, each in inner(optimizer).items()}
+    return {**state, "state": moments, "param_groups": groups, WITHIN: within}
+
+
+def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that are attributes of another one, by name, as SAM has one."""
+    found = vars(optimizer).items()
+    return {key: each for key, each in found if isinstance(each, Optimizer)}
 
 
 def kinds(parts: Parts) -> dict[str, str]:
@@ -287,9 +298,24 @@ def load_part(
     if isinstance(part, nn.Module):
         load_module(part, saved)
     elif isinstance(part, Optimizer):
-        part.load_state_dict(by_number(saved, part, names, keeps_settings))
+        load_optimizer(part, saved, names, keeps_settings)
     else:
         part.load_state_dict(saved)
+
+
+def load_optimizer(
+    optimizer: Optimizer, saved: State, names: Names, keeps_settings: bool
+) -> None:
+    """Give an optimizer, and those within it, what `by_name` has returned."""
+    within = inner(optimizer)
+    first = optimizer.param_groups[0]
+    shared = [each for each in within.values() if each.param_groups[0] is first]
+    optimizer.load_state_dict(by_number(saved, optimizer, names, keeps_settings))
+    for key, state in saved.get(WITHIN, {}).items():
+        if key in within:
+            load_optimizer(within[key], state, names, keeps_settings)
+    for each in shared:  # a scheduler of one changes the rates of both, as before
+        each.param_groups = optimizer.param_groups
 
 
 def by_number(

@@ -5,6 +5,7 @@ import copy
 import gc
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -100,54 +101,166 @@ def is_number(value: object) -> bool:
     return all(isinstance(leaf, int | float) for leaf in tree_leaves(value))
 
 
-def unsaved(parts: states.Parts) -> list[str]:
-    """Return the kinds of optimizers of these networks, of their schedulers and averages that are
-    not among the parts, and so are not saved.
+class Unsaved:
+    """Says what trains and is in no checkpoint, each once.
+
+    door: the class that is given the parts. parts: by name; others may come. stepped: the
+        optimizers that have taken a step; others may come.
     """
-    kinds = (Optimizer, LRScheduler, AveragedModel)
-    known = list(parts.values())
-    for (
-        part
-    ) in known:  # and those within, as of a SequentialLR or a Lookahead; it grows
-        if isinstance(part, Optimizer | LRScheduler):
-            inner = tree_leaves(list(vars(part).values()))
-            known += [each for each in inner if isinstance(each, kinds)]
-    saved = {id(part) for part in known}
-    weights = states.names_of(parts)
-    networks = [part for part in known if isinstance(part, nn.Module)]
-    averaged = [network.state_dict().keys() for network in networks]
-    found = []
-    for each in gc.get_objects():
-        # By type: __class__ of a stand-in may be anything.
-        if not issubclass(type(each), kinds) or id(replicas.bare(each)) in saved:
-            continue
-        if isinstance(each, AveragedModel):
-            is_of_these = each.module.state_dict().keys() in averaged
-        else:
-            optimizer = getattr(each, "optimizer", each)  # of a scheduler
-            # one that could not be made has none
-            is_of_these = hasattr(optimizer, "param_groups") and any(
-                weight in weights for weight in replicas.weights_of(optimizer)
+
+    def __init__(
+        self, door: str, parts: states.Parts, stepped: Iterable[Optimizer]
+    ) -> None:
+        self.door = door
+        self.parts = parts
+        self.stepped = stepped
+        self.said: set[str] = set()
+        # Of networks that are no parts, before the first step of this process.
+        self.at_start: dict[nn.Module, int] = {}
+
+    def begin(self) -> None:
+        """Note, before the first step, what networks hold that are not among the parts."""
+        self.at_start = states.checksums(other_networks(self.parts))
+
+    def say_networks(self) -> None:
+        """Say which of them have changed, as the teacher of a mean teacher, after a few steps."""
+        then = self.at_start
+        self.at_start = {}
+        now = states.checksums(other_networks(self.parts))
+        for network, checksum in now.items():
+            if then.get(network, checksum) != checksum:
+                kind = type(network).__name__
+                self._say(kind, f"another {kind} whose weights change")
+
+    def say(self) -> None:
+        """Say which optimizers, schedulers and averages of the parts are not among them."""
+        strays: set[Tensor] = set()
+        for part in self.parts.values():
+            if isinstance(part, Optimizer):
+                strays.update(replicas.weights_of(part))
+        strays -= states.names_of(self.parts).keys()
+        if strays and "weights" not in self.said:
+            self.said.add("weights")
+            distributed.print0(
+                f"warning: {len(strays)} of the optimizer's weights are in no network that "
+                f"{self.door}(...) was given by name, such as a loss: they are in no checkpoint, "
+                "and differ by rank"
             )
-        if is_of_these:
-            found.append(type(each).__name__)
-    return sorted(found)
+        for kind in unsaved(self.parts, self.stepped):
+            self._say(kind, kind)
+
+    def _say(self, kind: str, what: str) -> None:
+        if kind in self.said:
+            return
+        self.said.add(kind)
+        distributed.print0(
+            f"warning: {what} is not given to {self.door}(...) by name: its state is in no "
+            "checkpoint, and a resumed run goes on without it"
+        )
 
 
-def say_unsaved(door: str, parts: states.Parts) -> None:
-    """Say what is trained and is in no checkpoint; `door`: the class that was given the parts."""
-    strays: set[Tensor] = set()
+def unsaved(parts: states.Parts, stepped: Iterable[Optimizer]) -> list[str]:
+    """Return the classes of what trains the parts and is not among them, so that it is not saved.
+
+    Optimizers that have stepped, or whose scheduler is a part; schedulers of any of these
+    optimizers; averages of networks that are parts.
+    """
+    saved: list[object] = []
     for part in parts.values():
-        if isinstance(part, Optimizer):
-            strays.update(replicas.weights_of(part))
-    strays -= states.names_of(parts).keys()
-    if strays:
-        distributed.print0(
-            f"warning: {len(strays)} of the optimizer's weights are in no network that {door}(...) "
-            "was given by name, such as a loss: they are in no checkpoint, and differ by rank"
+        saved += with_inner(part)
+    schedulers = [each for each in saved if isinstance(each, LRScheduler)]
+    optimizers = [each for each in saved if isinstance(each, Optimizer)]
+    optimizers += map(replicas.bare, stepped)
+    optimizers += [scheduler.optimizer for scheduler in schedulers]
+    wanted: list[object] = [*optimizers]
+    for scheduler in alive(LRScheduler):
+        # one that could not be made has none
+        if getattr(scheduler, "optimizer", None) in optimizers:
+            wanted.append(replicas.bare(scheduler))
+    networks = [each for each in saved if isinstance(each, nn.Module)]
+    names = [network.state_dict().keys() for network in networks]
+    for average in alive(AveragedModel):
+        if average.module.state_dict().keys() in names:
+            wanted.append(average)
+    known = set(map(id, saved))
+    return sorted({type(each).__name__ for each in wanted if id(each) not in known})
+
+
+def with_inner(part: object) -> list[object]:
+    """Return a part and what it holds and saves of its kind, as SequentialLR has schedulers."""
+    kind = LRScheduler if isinstance(part, LRScheduler) else Optimizer | nn.Module
+    found = [part]
+    if isinstance(part, nn.Module):
+        return found
+    for each in tree_leaves(list(getattr(part, "__dict__", {}).values())):
+        if isinstance(each, kind):
+            found += with_inner(each)
+    return found
+
+
+def other_networks(parts: states.Parts) -> dict[nn.Module, states.State]:
+    """Return the networks that are in no part, each with what is its own of its state."""
+    known: set[int] = set()
+    for part in parts.values():
+        for each in with_inner(part):
+            if isinstance(each, nn.Module):
+                known.update(map(id, each.state_dict(keep_vars=True).values()))
+    networks = [each for each in alive(nn.Module) if "_modules" in vars(each)]
+    layers = {id(layer) for network in networks for layer in network.children()}
+    found = {}
+    for network in networks:
+        if id(network) in layers:
+            continue
+        own = {}
+        for name, each in network.state_dict(keep_vars=True).items():
+            if isinstance(each, Tensor) and id(each) not in known:
+                own[name] = each
+        if own:
+            found[network] = replicas.plain(own.items())
+    return found
+
+
+def alive(kind: type) -> list:
+    """Return all objects of a class that this process has."""
+    # By type: __class__ of a stand-in may be anything.
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+class Changes:
+    """Whether parts have changed since they were saved, or resumed, outside of the steps."""
+
+    def __init__(self, parts: states.Parts) -> None:
+        self.parts = parts
+        self.then: dict[str, int] | None = None  # checksums
+
+    def trainable(self) -> int:
+        """Return how many weights of the networks are trained, and not frozen."""
+        networks = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        return sum(
+            weight.requires_grad
+            for network in networks
+            for weight in network.parameters()
         )
-    for kind in unsaved(parts):
-        distributed.print0(
-            f"warning: {kind} is not given to {door}(...) by name: its state is in no checkpoint, "
-            "and a resumed run goes on without it"
-        )
+
+    def note_saved(self, *kinds: type) -> None:
+        """Note the parts as they are saved; of these `kinds`, if any are given."""
+        names = [
+            name
+            for name, part in self.parts.items()
+            if isinstance(part, kinds or object)
+        ]
+        self.then = self._summary(names)
+
+    def since_saved(self) -> bool:
+        """Return whether one has changed since `note_saved`, once; to call on all ranks."""
+        then = self.then
+        self.then = None
+        if then is None:
+            return False
+        return distributed.from_rank_zero(lambda: self._summary(then) != then)
+
+    def _summary(self, names: Iterable[str]) -> dict[str, int]:
+        """Return on rank 0 what tells whether a part has changed."""
+        if not distributed.is_rank_zero():
+            return {}
+        return states.checksums({name: self.parts[name].state_dict() for name in names})

@@ -1,5 +1,6 @@
 """Loops as people write them, with Checkpoints: stopped and killed, they end with the same bits."""
 
+import copy
 import os
 import random
 import re
@@ -300,7 +301,10 @@ def test_variables_of_a_loop(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
 
 
 def test_parts_that_were_forgotten() -> None:
-    """Schedulers, optimizers and averages of the networks; not those within other parts."""
+    """Schedulers, optimizers and averages of the networks; not those within other parts.
+
+    An optimizer that has never stepped is no loss, unless its scheduler is a part.
+    """
     net = torch.nn.Linear(2, 2)
     other = torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -312,8 +316,150 @@ def test_parts_that_were_forgotten() -> None:
         torch.optim.SGD(net.parameters(), -1)
     assert kept and of_other.param_groups
     parts = {"net": net, "optimizer": optimizer, "scheduler": chain}
-    assert unsaved.unsaved(parts | {"average": average}) == []
-    assert unsaved.unsaved(parts) == ["AveragedModel"]
+    assert unsaved.unsaved(parts | {"average": average}, []) == []
+    assert unsaved.unsaved(parts, []) == ["AveragedModel"]
+    assert unsaved.unsaved(parts, [of_other]) == ["AdamW", "AveragedModel"]
     first = {"net": net, "scheduler": halves[0]}
-    found = ["AveragedModel", "ConstantLR", "SequentialLR"]
-    assert unsaved.unsaved(first) == found
+    found = ["AveragedModel", "ConstantLR", "SGD", "SequentialLR"]
+    assert unsaved.unsaved(first, []) == found
+    alone = {"net": net, "average": average}
+    found = ["ConstantLR", "SGD", "SequentialLR"]
+    assert unsaved.unsaved(alone, [optimizer]) == found
+    assert unsaved.unsaved(alone | {"optimizer": optimizer}, [optimizer]) == [
+        "ConstantLR",
+        "SequentialLR",
+    ]
+
+
+class Sharp(torch.optim.Optimizer):
+    """As SAM's best-known implementation: another optimizer steps, of which it saves nothing."""
+
+    def __init__(self, params: Iterator, kind: type, **how: float) -> None:
+        super().__init__(params, {"rho": 0.05, **how})
+        self.base_optimizer = kind(self.param_groups, **how)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["moved"] = self.param_groups[0]["rho"] * weight.grad
+            weight.add_(self.state[weight]["moved"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for weight in self.param_groups[0]["params"]:
+            weight.sub_(self.state[weight]["moved"])
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+def sharpen(folder: Path, epochs: int) -> dict:
+    """Return the weights after so many epochs, resumed, with a rate that a scheduler lowers."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(2, 1)
+    optimizer = Sharp(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    checkpoints = ddpkit.Checkpoints(
+        folder, net=net, optimizer=optimizer, scheduler=scheduler
+    )
+    for _ in checkpoints.epochs(epochs):
+        for _ in checkpoints.steps(range(3), net):
+            inputs = torch.randn(4, 2)
+            for step in optimizer.first_step, optimizer.second_step:
+                net(inputs).square().mean().backward()
+                step()
+        scheduler.step()
+    return {"net": net.state_dict(), "rate": optimizer.param_groups[0]["lr"]}
+
+
+@ranks.on_ranks(1)
+def test_an_optimizer_within_another(tmp_path: Path) -> None:
+    """Its moments are saved, and its settings remain those of the other."""
+    whole = sharpen(tmp_path / "whole", 4)
+    sharpen(tmp_path / "resumed", 2)
+    resumed = sharpen(tmp_path / "resumed", 4)
+    assert samples.checksum(resumed) == samples.checksum(whole)
+
+
+class Frozen(torch.nn.Sequential):
+    """A pretrained network that training asks and does not change."""
+
+
+class Teacher(torch.nn.Sequential):
+    """Follows the network."""
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_teacher_made_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture, is_given: bool
+) -> None:
+    """A network that has no optimizer, and changes in the steps, is named, and no other one."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    wrapper = torch.nn.Sequential(net)  # with the same weights
+    teacher = copy.deepcopy(net)
+    teacher.__class__ = Teacher
+    frozen = copy.deepcopy(net).eval()
+    frozen.__class__ = Frozen
+    evaluated = copy.deepcopy(net)
+    weighted = torch.nn.CrossEntropyLoss(weight=torch.ones(2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    parts = {"teacher": teacher} if is_given else {}
+    checkpoints = ddpkit.Checkpoints(
+        tmp_path / "run", net=net, optimizer=optimizer, **parts
+    )
+    for _ in checkpoints.epochs(2):
+        for _ in checkpoints.steps(range(3)):
+            inputs = torch.randn(4, 2)
+            targets = (frozen(inputs) + teacher(inputs)).softmax(1).detach()
+            weighted(wrapper(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for weight, other in zip(
+                    teacher.parameters(), net.parameters(), strict=True
+                ):
+                    weight.lerp_(other, 0.1)
+        evaluated.load_state_dict(net.state_dict())
+    out = capsys.readouterr().out
+    line = "warning: another Teacher whose weights change is not given to Checkpoints"
+    assert out.count(line) == (not is_given)
+    assert out.count("warning") == (not is_given)
+
+
+class Unsavable(Placed):
+    def state_dict(self) -> dict[str, object]:
+        return {"at": self}
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    """Refused in the second step, not at the end of the first epoch."""
+    checkpoints = ddpkit.Checkpoints(tmp_path / "run", reader=Unsavable())
+    with refusal("states.take_states", "weights_only=True"):
+        for step in checkpoints.steps(range(9)):
+            assert step < 2
+
+
+def test_a_step_before_an_epoch_that_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """What precedes the steps is in the checkpoint already: a line says so, as `Run` does."""
+    for is_killed in True, False:
+        net = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        checkpoints = ddpkit.Checkpoints(
+            tmp_path, save_every=2, net=net, optimizer=optimizer, scheduler=scheduler
+        )
+        for _ in checkpoints.epochs(1):
+            net(torch.ones(2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            for step in checkpoints.steps(range(5)):
+                if is_killed and step == 3:
+                    break
+            if is_killed:
+                break
+        out = capsys.readouterr().out
+        assert ("changed before checkpoints.steps()" in out) != is_killed

@@ -179,7 +179,8 @@ def killed_while_saving(count: int) -> ranks.Patch:
         def patched(self: ddpkit.Checkpoints, *words: float) -> object:
             result = called(self, *words)
             distributed.barrier()
-            if self.epoch == 1 and (self.is_in_step or count):
+            is_inside = self.phase is resuming.Phase.STEPS
+            if self.epoch == 1 and (is_inside or count):
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
