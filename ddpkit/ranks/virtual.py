@@ -44,6 +44,9 @@ class VirtualRanks(nn.Module):
         self.module = module
         self.ranks = ranks
         self.here = share_of(ranks)
+        if next(module.parameters()).device.type == "cpu":
+            # With other threads a sum has other last bits.
+            torch.set_num_threads(1)
         if any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
             raise UserError(
                 "virtual ranks: SyncBatchNorm joins the batches of all ranks; use BatchNorm"
@@ -71,6 +74,22 @@ class VirtualRanks(nn.Module):
             if trained:
                 register_multi_grad_hook(trained, self._queue, mode="any")
         return outputs
+
+    def buffers_of_ranks(self) -> list[dict[str, Tensor]]:
+        """Return the buffers of each virtual rank of this process, by name."""
+        names = [name for name, _ in self.module.named_buffers()]
+        self._switch(0)
+        found = [self.states, *self.kept[1:]]
+        return [dict(zip(names, each, strict=True)) for each in found]
+
+    def load_buffers(self, of_ranks: Sequence[dict[str, Tensor]]) -> None:
+        """Take buffers of all virtual ranks, as `buffers_of_ranks` returns them."""
+        self._switch(0)
+        for place, rank in enumerate(self.here):
+            target = self.kept[place] if place else self.states
+            for (name, _), each in zip(self.module.named_buffers(), target, strict=True):
+                if name in of_ranks[rank]:
+                    each.copy_(of_ranks[rank][name])
 
     def begin_pass(self, number: int, passes: int) -> int:
         """Begin pass `number` of those of a step; return its virtual rank."""
@@ -105,7 +124,7 @@ class VirtualRanks(nn.Module):
                 continue
             if weight.grad.is_sparse:
                 raise UserError("virtual ranks: sparse gradients cannot be added")
-            gradients += [weight.grad, weight.new_ones(1)]
+            gradients += [weight.grad.detach(), weight.new_ones(1)]
             weight.grad = None
         size = 1
         while self.sums and self.sums[-1][0] == size:
@@ -127,11 +146,12 @@ class VirtualRanks(nn.Module):
             parts = total.split([each.numel() for each in some])
             for each, part in zip(some, parts, strict=True):
                 each.copy_(part.view_as(each))
-        torch._foreach_div_(gradients[::2], self.ranks)
-        for weight, gradient, count in zip(
-            self.weights, gradients[::2], gradients[1::2], strict=True
-        ):
-            weight.grad = gradient if count else None
+        means = gradients[::2]
+        torch._foreach_div_(means, self.ranks)
+        # On how many virtual ranks a weight had a gradient: without any it has none.
+        counts = torch.cat(gradients[1::2]).tolist()
+        for weight, mean, count in zip(self.weights, means, counts, strict=True):
+            weight.grad = mean if count else None
         self._switch(0)
 
 
@@ -162,6 +182,8 @@ def add_neighbours(rows: Sequence[Tensor]) -> Tensor:
 def share_of(ranks: int) -> range:
     """Return the virtual ranks of this process; a UserError if they cannot be divided so."""
     world_size = distributed.world_size()
+    if ranks == world_size:
+        return range(distributed.rank(), distributed.rank() + 1)
     found = [count for count in range(1, ranks + 1) if is_possible(ranks, count)]
     if world_size not in found:
         raise UserError(
