@@ -12,16 +12,13 @@ from ddpkit.run.resuming import Checkpoints
 
 def check_weights(model: nn.Module, run: Checkpoints) -> None:
     """Raise a UserError unless all weights are finite; to call on all ranks; one device read."""
-    names: list[str] = []
-    each: list[Tensor] = []
-    for name, weight in model.named_parameters():
-        names.append(name)
-        each.append(weight.isfinite().all())
-    are_finite = torch.stack([one.to(each[0].device) for one in each])
-    finite = distributed.reduce_tensor(are_finite.int(), "min").tolist()
-    if not all(finite):
-        what = names[finite.index(0)]
-        raise not_finite(what, distributed.rank(), run)
+    weights = dict(model.named_parameters())
+    device = next(model.parameters()).device
+    each = [weight.isfinite().all().to(device) for weight in weights.values()]
+    finite = distributed.reduce_tensor(torch.stack(each).int(), "min").tolist()
+    for name, is_finite in zip(weights, finite, strict=True):
+        if not is_finite:
+            raise not_finite(name, distributed.rank(), run)
 
 
 def check_losses(totals: Tensor, run: Checkpoints) -> None:

@@ -1,16 +1,17 @@
 """What is often forgotten in a training loop, which its first steps and epochs show."""
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-import torch
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from ddpkit.data.format import VOID
 from ddpkit.ranks import distributed, replicas
 from ddpkit.run import states
 from ddpkit.run.criterion import Criterion
+from ddpkit.run.unsaved import with_inner
 
 MOST_VOID = 0.7  # of a mask's pixels; more is said
 
@@ -18,42 +19,37 @@ MOST_VOID = 0.7  # of a mask's pixels; more is said
 class FirstSteps:
     """Watches the first two optimizer steps; reads the device in these.
 
-    parts: of the run, by name. passes: of a step.
+    parts: of the run, by name. passes: of a step. stepped: the optimizers that have taken a step;
+        others may come.
     """
 
     def __init__(
         self,
         parts: states.Parts,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         criterion: Criterion | None,
         passes: int,
+        stepped: Collection[Optimizer],
     ) -> None:
-        self.parts = parts
         self.optimizer = optimizer
         self.passes = passes
+        self.stepped = stepped
         self.ended = 0  # steps
         # Of the criterion's sums, each with its batch's number of labels.
         self.slopes: list[tuple[Tensor, Tensor]] = []
         self.of_criterion: Tensor | float = 0.0  # in the first step's loss
         self.masks: list[Tensor] = []  # int64 (N, H, W)
-        self.scaler = torch.amp.GradScaler("cpu", enabled=False)  # which scales by 1
-        self.others: dict[str, torch.optim.Optimizer] = {}
-        for name, part in parts.items():
-            # the first that is enabled
-            if isinstance(part, torch.amp.GradScaler) and not self.scaler.is_enabled():
-                self.scaler = part
-            if isinstance(part, torch.optim.Optimizer) and part is not optimizer:
-                self.others[name] = part
-        self.scale = 1.0  # in the first step
+        self.scale = 1.0  # of the gradients, in the first step
         self.is_cleared = False
         self.has_criterion = criterion is not None
-        self.stepped: set[str] = set()  # names of the optimizers that have; "" is ours
-        self.hooks = []
-        for name, part in {"": optimizer, **self.others}.items():
-            note = functools.partial(self._note_step, name)
-            # the one within may be the only one that steps, as SAM's does
-            for each in part, *states.inner(part).values():
-                self.hooks.append(each.register_step_pre_hook(note))
+        self.others: dict[str, Optimizer] = {}
+        self.scalers: list[GradScaler] = []  # that are enabled
+        for name, part in parts.items():
+            if isinstance(part, GradScaler) and part.is_enabled():
+                self.scalers.append(part)
+            if isinstance(part, Optimizer) and part is not optimizer:
+                self.others[name] = part
+        self.hooks = [optimizer.register_step_pre_hook(replicas.check_step)]
         if criterion is not None:
             watch = criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
             self.hooks.append(watch)
@@ -69,17 +65,18 @@ class FirstSteps:
         if self.ended == 2:
             for hook in self.hooks:
                 hook.remove()
-            waiting = self.others.keys() - self.stepped
+            waiting = [
+                name for name, each in self.others.items() if not self._is_stepped(each)
+            ]
             if waiting:
-                names = ", ".join(sorted(waiting))
                 distributed.print0(
-                    f"{names}: no step in the first two of run.steps; right if it comes later"
+                    f"{', '.join(waiting)}: no step in the first two of run.steps; right if it "
+                    "comes later"
                 )
 
-    def _note_step(self, name: str, *_: object) -> None:
-        if not name:
-            replicas.check_step(self.optimizer)
-        self.stepped.add(name)
+    def _is_stepped(self, optimizer: Optimizer) -> bool:
+        # or the one within, as of SAM, whose own step() nobody calls
+        return any(each in self.stepped for each in with_inner(optimizer))
 
     def _watch_loss(
         self, criterion: Criterion, inputs: tuple, named: dict, loss: Tensor
@@ -101,7 +98,8 @@ class FirstSteps:
 
         def note_slope(slope: Tensor) -> None:
             self.slopes.append((slope, count))
-            self.scale = self.scaler.get_scale()
+            for scaler in self.scalers[:1]:
+                self.scale = scaler.get_scale()
             self.of_criterion += slope * value / self.scale
 
         loss.register_hook(note_slope)
@@ -114,8 +112,8 @@ class FirstSteps:
         now = {id(each.grad) for each in replicas.weights_of(self.optimizer)}
         old = [each for each, version in before if each._version == version]
         replicas.check_cleared([each for each in old if id(each) in now])
-        for name in sorted(self.others.keys() & self.stepped):
-            if replicas.has_gradients(self.others[name]):
+        for name, other in self.others.items():
+            if self._is_stepped(other) and replicas.has_gradients(other):
                 distributed.print0(
                     f"{name}: the gradients of the step before are still there at backward(); "
                     "right only if its zero_grad() comes before its own backward()"
@@ -148,9 +146,8 @@ class FirstSteps:
                 "criterion(outputs, targets, ...) * world_size / count, with all that your loss "
                 "takes; if yours is a sum over these, it is right"
             )
-        if (
-            "" not in self.stepped and self.scaler.get_scale() == 1
-        ):  # fp16 leaves out some
+        # fp16 leaves out some
+        if not self.scalers and not self._is_stepped(self.optimizer):
             distributed.print0(
                 "warning: run.end_step without a step of the optimizer: a stop there loses the "
                 "gradients so far; for several batches per step use --accumulate"

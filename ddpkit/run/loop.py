@@ -184,7 +184,9 @@ class Run(Checkpoints):
         self.checked_at = time.monotonic()
         self.is_out = False  # of patience
         watched = criterion if isinstance(criterion, Criterion) else None
-        self.first_steps = FirstSteps(self.parts, optimizer, watched, accumulate)
+        self.first_steps = FirstSteps(
+            self.parts, optimizer, watched, accumulate, self.turns.stepped
+        )
         # as far as the checkpoint, and metrics.csv, which is written after it
         self.is_complete: bool = report.go_on(
             self.epoch, self.step, self.history, self.device
@@ -543,7 +545,7 @@ class Run(Checkpoints):
         self.history.append({**position, **row, **self.speed})
         is_best = self.chosen.take(float(row[self.chosen.name]), self.epoch)
         self._write(is_best)
-        self.changes.note_saved()
+        self.saved_sums = self._checksums(self.parts)
         self.report.log_last_row(is_best)  # that of `history`
         return is_best
 

@@ -1,5 +1,6 @@
 """How far a run is, as a line; and the sums of an epoch's losses."""
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ class Sums:
     """This rank's sums over the steps of an epoch, by name, without reading the device.
 
     device: of what is added. Each has two columns, float64: the sum, and that by which it is
-    divided, if it is a mean. The first is the loss.
+    divided, which is 0 if it is no mean. The first is the loss.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,11 +26,10 @@ class Sums:
         self.clear()
 
     def clear(self) -> None:
-        self.rows = {LOSS: self._row()}
-        self.means = {LOSS}
-        # what is to be added, in the order of the steps, still on the device
-        self.pending: list[tuple[str, int, Tensor | float, float]] = []
+        self.rows = collections.defaultdict(self._row)
         self.logged = self.rows[LOSS].clone()  # what the log has of the loss
+        # what is to be added, in the order of the steps, still on the device
+        self.pending: list[tuple[str, Sequence[Tensor | float], float]] = []
 
     def _row(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64, device=self.place)
@@ -42,25 +42,20 @@ class Sums:
         count: of the labels of all ranks. named: of this rank, a number, or a sum and its count.
         """
         share = 1 / distributed.world_size()
-        self.pending.append((LOSS, 0, loss * count, share))
-        self.pending.append((LOSS, 1, count, share))
+        self.pending.append((LOSS, (loss * count, count), share))
         for name, value in named.items():
-            if name not in self.rows:
-                self.rows[name] = self._row()
-            if isinstance(value, Sequence):
-                self.means.add(name)
-                self.pending.append((name, 1, value[1], 1))
-                value = value[0]
-            self.pending.append((name, 0, value, 1))
+            pair = value if isinstance(value, Sequence) else (value,)
+            self.pending.append((name, pair, 1))
         # To sums on the CPU they go when these are read: a copy in each step would wait.
         if self.place == self.device:
             self._add_pending()
 
     def _add_pending(self) -> None:
-        for name, column, value, share in self.pending:
-            if isinstance(value, Tensor):
-                value = value.detach().to(self.place)
-            self.rows[name][column].add_(value, alpha=share)
+        for name, pair, share in self.pending:
+            for column, value in enumerate(pair):
+                if isinstance(value, Tensor):
+                    value = value.detach().to(self.place)
+                self.rows[name][column].add_(value, alpha=share)
         self.pending.clear()
 
     @property
@@ -84,11 +79,8 @@ class Sums:
         """Return by name the means, and the sums of what has no count; totals: `reduced`."""
         found = {}
         for name, (total, count) in zip(self.rows, totals.tolist(), strict=True):
-            if name in self.means:
-                total = (
-                    total / count if count else 0.0
-                )  # class weights may make it small
-            found[name] = total
+            # class weights may make the count small
+            found[name] = total / count if count else total
         return found
 
     def taken(self, losses: Tensor) -> State:
@@ -97,28 +89,21 @@ class Sums:
         sums = {}
         for name, row in self.rows.items():
             if name != LOSS:
-                sums[name] = {
-                    "is_mean": name in self.means,
-                    "ranks": distributed.gather(row).tolist(),
-                }
+                sums[name] = {"ranks": distributed.gather(row).tolist()}
         return {"totals": losses.tolist(), "sums": sums}
 
     def resume(self, state: State) -> None:
         """Go on with the sums of a checkpoint; rank 0 with all, if the ranks were others."""
+        saved = {LOSS: state["totals"]}
         for name, each in state.get("sums", {}).items():
-            self.rows[name] = self._row()
-            if each["is_mean"]:
-                self.means.add(name)
-            self._take(name, each["ranks"])
-        self._take(LOSS, state["totals"])
+            saved[name] = each["ranks"]
+        for name, rows in saved.items():
+            ranks = self.rows[name].new_tensor(rows)
+            if len(ranks) == distributed.world_size():
+                self.rows[name] += ranks[distributed.rank()]
+            elif distributed.is_rank_zero():
+                self.rows[name] += ranks.sum(0)
         self.logged = self.rows[LOSS].clone()
-
-    def _take(self, name: str, saved: list[list[float]]) -> None:
-        ranks = self.rows[name].new_tensor(saved)
-        if len(ranks) == distributed.world_size():
-            self.rows[name].add_(ranks[distributed.rank()])
-        elif distributed.is_rank_zero():
-            self.rows[name].add_(ranks.sum(0))
 
 
 def progress_line(state: State, steps: int, of_epochs: str = "epochs") -> str:

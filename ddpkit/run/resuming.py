@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -41,9 +41,8 @@ from ddpkit.run.checkpoint import Foreign
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import progress_line
 from ddpkit.run.states import State
-from ddpkit.run.unsaved import Changes, LoopVariables, Unsaved
+from ddpkit.run.unsaved import LoopVariables, Unsaved
 
-END = object()  # of an iterator
 KINDS = {"parts": dict, "kinds": dict, "resumed_from": str, "ranks": int, "seed": int}
 COUNTS = ("epoch", "done", "step", "global_batch")
 TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
@@ -70,13 +69,7 @@ class Phase(enum.Enum):
     DONE = "after that loop, of which a run has one"
 
 
-# The phase of a loop over steps that begins in one; and the one after its end.
-BEGINS = {Phase.OUTSIDE: Phase.ALONE, Phase.EPOCH: Phase.STEPS}
-ENDS = {
-    Phase.STEPS: Phase.AFTER,
-    Phase.LAST_STEP: Phase.AFTER,
-    Phase.ALONE: Phase.DONE,
-}
+IN_LOOP = (Phase.STEPS, Phase.LAST_STEP, Phase.ALONE)
 
 
 class Turns:
@@ -115,24 +108,23 @@ class Forever:
         self.read = read  # (loader, epoch, batches that are left out) -> the others
         self.epoch = 0
         self.done = 0
-        self.found: Iterator | None = None
+        self.batches = self._batches()
+
+    def _batches(self) -> Iterator:
+        while True:
+            for batch in self.read(self.loader, self.epoch, self.done):
+                self.done += 1
+                yield batch
+            if not self.done:
+                raise UserError("a loader that is read for ever has no batches")
+            self.epoch += 1
+            self.done = 0
 
     def __iter__(self) -> "Forever":
         return self
 
     def __next__(self) -> Any:
-        if self.found is None:
-            self.found = self.read(self.loader, self.epoch, self.done)
-        batch = next(self.found, END)
-        if batch is END:
-            if not self.done:
-                raise UserError("a loader that is read for ever has no batches")
-            self.epoch += 1
-            self.done = 0
-            self.found = None
-            return next(self)
-        self.done += 1
-        return batch
+        return next(self.batches)
 
     def state_dict(self) -> State:
         return {"epoch": self.epoch, "done": self.done}
@@ -140,7 +132,7 @@ class Forever:
     def load_state_dict(self, saved: State) -> None:
         self.epoch = saved["epoch"]
         self.done = saved["done"]
-        self.found = None
+        self.batches = self._batches()
 
 
 class Steps:
@@ -229,7 +221,8 @@ class Checkpoints:
         self.turns = Turns()
         self.variables = LoopVariables(self.name)
         self.unsaved = Unsaved(type(self).__name__, self.parts, self.turns.stepped)
-        self.changes = Changes(self.parts)
+        # of parts as they were saved, or resumed within an epoch: checksums, until the next steps
+        self.saved_sums: dict[str, int] = {}
         self.later: dict[str, State] = {}  # saved states of parts that are made later
         # of networks, this rank's own: DistributedDataParallel gives all those of rank 0
         self.buffers: dict[str, State] = {}
@@ -244,8 +237,11 @@ class Checkpoints:
         folder.open_for_training(is_new=not state)
         states.fill_momenta(self.parts)
         if self.done:
-            # of what has no place of its own, as a loader may have
-            self.changes.note_saved(nn.Module, *states.ON_ALL)
+            # not of a loader, whose state may begin to read it
+            kinds = (nn.Module, *states.ON_ALL)
+            self.saved_sums = self._checksums(
+                name for name, part in self.parts.items() if isinstance(part, kinds)
+            )
 
     @property
     def best(self) -> float | None:
@@ -379,31 +375,30 @@ class Checkpoints:
     @contextlib.contextmanager
     def _in_loop(self) -> Iterator[None]:
         """The loop over steps of an epoch, or, without epochs, of a run."""
-        if self.phase not in BEGINS:
+        if self.phase not in (Phase.OUTSIDE, Phase.EPOCH):
             raise UserError(
                 f"a second loop over {self.name}.steps in an epoch, or, without epochs, in a run: "
                 "give the first all batches, such as itertools.chain(loader, other)"
             )
-        self.phase = BEGINS[self.phase]
+        is_alone = self.phase is Phase.OUTSIDE
+        self.phase = Phase.ALONE if is_alone else Phase.STEPS
+        # if it is left: in a notebook it may go on
+        after = Phase.OUTSIDE if is_alone else Phase.AFTER
         try:
-            if self.phase is Phase.ALONE:
-                with on_signals(self._position):
-                    yield
-                    self._end_alone()
-            else:
+            with on_signals(self._position) if is_alone else contextlib.nullcontext():
                 yield
-        except BaseException:
-            if self.phase is Phase.ALONE:  # in a notebook it may go on
-                self.phase = Phase.OUTSIDE
-            raise
+                if is_alone:
+                    self._end_alone()
+                    after = Phase.DONE
         finally:
-            self.phase = ENDS.get(self.phase, self.phase)
+            if self.phase in IN_LOOP:  # not long after, when an iterator is thrown away
+                self.phase = after
             # what is drawn after the steps
             samples.seed(self.seed, self.epoch, self.share_outside, 1, 0)
 
     def _keep_changes(self) -> None:
         """Save anew, or say a line, if parts have changed since they were saved, but by steps."""
-        frozen = self.trainable_then - self.changes.trainable()
+        frozen = self.trainable_then - self._trainable()
         self.trainable_then = 0
         if frozen > 0:
             distributed.print0(
@@ -411,7 +406,11 @@ class Checkpoints:
                 "stopped: what unfreezes them in an epoch has to do so, too, when the run resumes "
                 "in a later one (epoch >= N, not ==)"
             )
-        if not self.changes.since_saved():
+        then = self.saved_sums
+        self.saved_sums = {}
+        if not then or not any(
+            distributed.gather_objects(then != self._checksums(then))
+        ):
             return
         if not self.done:
             self._save_again()
@@ -421,6 +420,17 @@ class Checkpoints:
             "is resumed in its middle, where it has been changed already: do that at the end of "
             "the loop over epochs"
         )
+
+    def _checksums(self, names: Iterable[str]) -> dict[str, int]:
+        return states.checksums({name: self.parts[name].state_dict() for name in names})
+
+    def _trainable(self) -> int:
+        """Return how many weights of the networks are not frozen."""
+        weights: list[Tensor] = []
+        for part in self.parts.values():
+            if isinstance(part, nn.Module):
+                weights += part.parameters()
+        return sum(weight.requires_grad for weight in weights)
 
     def _keep_before_last(self, length: int | None) -> None:
         """Save before an epoch's last optimizer step: what follows it may take long."""
@@ -519,7 +529,7 @@ class Checkpoints:
         self._write()
 
     def _state(self, is_inside: bool = False) -> State:
-        self.unsaved.say()
+        self.unsaved.say_optimizers()
         taken = states.take_states(self.parts)
         return {
             "parts": taken,
@@ -533,7 +543,7 @@ class Checkpoints:
             "done": self.done,
             "step": self.step,
             "is_inside": is_inside,
-            "trainable": self.changes.trainable(),
+            "trainable": self._trainable(),
             "global_batch": self.global_batch,
             "best": self.best_score,
         }

@@ -1,12 +1,14 @@
 """What a training script changes and no checkpoint has: parts that were forgotten, variables."""
 
 import argparse
+import contextlib
 import copy
 import gc
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,9 +30,8 @@ class LoopVariables:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # Of the first epoch of this process.
+        # of the first epoch of this process
         self.at_start: dict[str, object] | None = None
-        self.is_epoch: set[str] = set()  # names of what has always been the epoch
         self.is_said = False
 
     def begin_epoch(self, run: object, epoch: int, parts: states.Parts) -> None:
@@ -41,15 +42,12 @@ class LoopVariables:
         if self.is_said:
             return
         numbers = numbers_around(run, list(parts.values()))
-        equal = {name for name, value in numbers.items() if value == epoch}
         if self.at_start is None:
             self.at_start = numbers
-            self.is_epoch = equal
-            return
-        self.is_epoch &= equal
         changed = []
         for name, value in self.at_start.items():
-            if name not in self.is_epoch and numbers.get(name, value) != value:
+            # what counts the epochs is known, before its next value or after
+            if numbers.get(name, value) not in (value, epoch, epoch - 1):
                 changed.append(name)
         if changed:
             self.is_said = True
@@ -102,20 +100,20 @@ def is_number(value: object) -> bool:
 
 
 class Unsaved:
-    """Says what trains and is in no checkpoint, each once.
+    """Says what training changes and is not among the parts, and so in no checkpoint; each once.
 
     door: the class that is given the parts. parts: by name; others may come. stepped: the
         optimizers that have taken a step; others may come.
     """
 
     def __init__(
-        self, door: str, parts: states.Parts, stepped: Iterable[Optimizer]
+        self, door: str, parts: states.Parts, stepped: Collection[Optimizer]
     ) -> None:
         self.door = door
         self.parts = parts
         self.stepped = stepped
-        self.said: set[str] = set()
-        # Of networks that are no parts, before the first step of this process.
+        self.looked_at = 0  # optimizers
+        # of networks that are no parts, before the first step of this process
         self.at_start: dict[nn.Module, int] = {}
 
     def begin(self) -> None:
@@ -123,36 +121,36 @@ class Unsaved:
         self.at_start = states.checksums(other_networks(self.parts))
 
     def say_networks(self) -> None:
-        """Say which of them have changed, as the teacher of a mean teacher, after a few steps."""
+        """Say after a few steps which of them have changed, as the one of a mean teacher."""
         then = self.at_start
         self.at_start = {}
-        now = states.checksums(other_networks(self.parts))
-        for network, checksum in now.items():
-            if then.get(network, checksum) != checksum:
-                kind = type(network).__name__
-                self._say(kind, f"another {kind} whose weights change")
-
-    def say(self) -> None:
-        """Say which optimizers, schedulers and averages of the parts are not among them."""
+        for network, checksum in states.checksums(other_networks(self.parts)).items():
+            # That of an average may begin in the last epochs.
+            if (
+                is_average_of(network, self.parts)
+                or then.get(network, checksum) != checksum
+            ):
+                self._say(f"another network of class {type(network).__name__}")
         strays: set[Tensor] = set()
         for part in self.parts.values():
             if isinstance(part, Optimizer):
                 strays.update(replicas.weights_of(part))
         strays -= states.names_of(self.parts).keys()
-        if strays and "weights" not in self.said:
-            self.said.add("weights")
+        if strays:
             distributed.print0(
                 f"warning: {len(strays)} of the optimizer's weights are in no network that "
                 f"{self.door}(...) was given by name, such as a loss: they are in no checkpoint, "
                 "and differ by rank"
             )
-        for kind in unsaved(self.parts, self.stepped):
-            self._say(kind, kind)
 
-    def _say(self, kind: str, what: str) -> None:
-        if kind in self.said:
-            return
-        self.said.add(kind)
+    def say_optimizers(self) -> None:
+        """Say which have stepped; and schedulers, if one has not been looked at before."""
+        if self.looked_at < len(self.stepped):
+            self.looked_at = len(self.stepped)
+            for kind in unsaved(self.parts, self.stepped):
+                self._say(kind)
+
+    def _say(self, what: str) -> None:
         distributed.print0(
             f"warning: {what} is not given to {self.door}(...) by name: its state is in no "
             "checkpoint, and a resumed run goes on without it"
@@ -160,63 +158,70 @@ class Unsaved:
 
 
 def unsaved(parts: states.Parts, stepped: Iterable[Optimizer]) -> list[str]:
-    """Return the classes of what trains the parts and is not among them, so that it is not saved.
+    """Return the classes of optimizers and schedulers that are not among the parts, nor in them.
 
-    Optimizers that have stepped, or whose scheduler is a part; schedulers of any of these
-    optimizers; averages of networks that are parts.
+    The optimizers that have stepped, those of the schedulers that are parts, and all schedulers of
+    these and of the optimizers that are parts.
     """
-    saved: list[object] = []
+    saved: list[Any] = []
     for part in parts.values():
         saved += with_inner(part)
-    schedulers = [each for each in saved if isinstance(each, LRScheduler)]
     optimizers = [each for each in saved if isinstance(each, Optimizer)]
-    optimizers += map(replicas.bare, stepped)
-    optimizers += [scheduler.optimizer for scheduler in schedulers]
-    wanted: list[object] = [*optimizers]
+    optimizers += stepped
+    optimizers += [each.optimizer for each in saved if isinstance(each, LRScheduler)]
+    optimizers = list(map(replicas.bare, optimizers))
+    trained = [*optimizers]
     for scheduler in alive(LRScheduler):
         # one that could not be made has none
-        if getattr(scheduler, "optimizer", None) in optimizers:
-            wanted.append(replicas.bare(scheduler))
-    networks = [each for each in saved if isinstance(each, nn.Module)]
+        if replicas.bare(getattr(scheduler, "optimizer", None)) in optimizers:
+            trained.append(replicas.bare(scheduler))
+    return sorted({type(each).__name__ for each in trained if each not in saved})
+
+
+def is_average_of(network: nn.Module, parts: states.Parts) -> bool:
+    """Return whether it is an average of a network like one of the parts."""
+    if not isinstance(network, AveragedModel):
+        return False
+    networks = [part for part in parts.values() if isinstance(part, nn.Module)]
     names = [network.state_dict().keys() for network in networks]
-    for average in alive(AveragedModel):
-        if average.module.state_dict().keys() in names:
-            wanted.append(average)
-    known = set(map(id, saved))
-    return sorted({type(each).__name__ for each in wanted if id(each) not in known})
+    return network.module.state_dict().keys() in names
 
 
-def with_inner(part: object) -> list[object]:
-    """Return a part and what it holds and saves of its kind, as SequentialLR has schedulers."""
-    kind = LRScheduler if isinstance(part, LRScheduler) else Optimizer | nn.Module
+def with_inner(part: Any) -> list[Any]:
+    """Return a part, and what it holds of which it saves the state, as SequentialLR does."""
     found = [part]
     if isinstance(part, nn.Module):
         return found
-    for each in tree_leaves(list(getattr(part, "__dict__", {}).values())):
+    kind = Optimizer | nn.Module
+    held = list(getattr(part, "__dict__", {}).values())
+    if isinstance(part, LRScheduler):
+        kind = LRScheduler  # in lists, too; not its optimizer
+        held = tree_leaves(held)
+    for each in held:
         if isinstance(each, kind):
             found += with_inner(each)
     return found
 
 
 def other_networks(parts: states.Parts) -> dict[nn.Module, states.State]:
-    """Return the networks that are in no part, each with what is its own of its state."""
-    known: set[int] = set()
+    """Return the networks that are in no part, and of each the tensors that are in no part."""
+    saved: set[int] = set()
     for part in parts.values():
         for each in with_inner(part):
             if isinstance(each, nn.Module):
-                known.update(map(id, each.state_dict(keep_vars=True).values()))
-    networks = [each for each in alive(nn.Module) if "_modules" in vars(each)]
-    layers = {id(layer) for network in networks for layer in network.children()}
+                saved.update(map(id, each.state_dict(keep_vars=True).values()))
+    # one that could not be made has no layers
+    modules = [each for each in alive(nn.Module) if "_modules" in vars(each)]
+    layers = {id(layer) for module in modules for layer in module.children()}
     found = {}
-    for network in networks:
-        if id(network) in layers:
+    for module in modules:
+        if id(module) in layers:
             continue
-        own = {}
-        for name, each in network.state_dict(keep_vars=True).items():
-            if isinstance(each, Tensor) and id(each) not in known:
-                own[name] = each
-        if own:
-            found[network] = replicas.plain(own.items())
+        with contextlib.suppress(Exception):  # of what a library has as a network
+            state = module.state_dict(keep_vars=True)
+            own = [item for item in state.items() if id(item[1]) not in saved]
+            if own:  # a wrapper of a part has none
+                found[module] = replicas.plain(own)
     return found
 
 
@@ -224,43 +229,3 @@ def alive(kind: type) -> list:
     """Return all objects of a class that this process has."""
     # By type: __class__ of a stand-in may be anything.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
-
-
-class Changes:
-    """Whether parts have changed since they were saved, or resumed, outside of the steps."""
-
-    def __init__(self, parts: states.Parts) -> None:
-        self.parts = parts
-        self.then: dict[str, int] | None = None  # checksums
-
-    def trainable(self) -> int:
-        """Return how many weights of the networks are trained, and not frozen."""
-        networks = [part for part in self.parts.values() if isinstance(part, nn.Module)]
-        return sum(
-            weight.requires_grad
-            for network in networks
-            for weight in network.parameters()
-        )
-
-    def note_saved(self, *kinds: type) -> None:
-        """Note the parts as they are saved; of these `kinds`, if any are given."""
-        names = [
-            name
-            for name, part in self.parts.items()
-            if isinstance(part, kinds or object)
-        ]
-        self.then = self._summary(names)
-
-    def since_saved(self) -> bool:
-        """Return whether one has changed since `note_saved`, once; to call on all ranks."""
-        then = self.then
-        self.then = None
-        if then is None:
-            return False
-        return distributed.from_rank_zero(lambda: self._summary(then) != then)
-
-    def _summary(self, names: Iterable[str]) -> dict[str, int]:
-        """Return on rank 0 what tells whether a part has changed."""
-        if not distributed.is_rank_zero():
-            return {}
-        return states.checksums({name: self.parts[name].state_dict() for name in names})

@@ -300,7 +300,7 @@ def test_variables_of_a_loop(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     assert "checkpoints.numbers(best=...)" in out
 
 
-def test_parts_that_were_forgotten() -> None:
+def test_parts_that_were_forgotten(capsys: pytest.CaptureFixture) -> None:
     """Schedulers, optimizers and averages of the networks; not those within other parts.
 
     An optimizer that has never stepped is no loss, unless its scheduler is a part.
@@ -315,20 +315,26 @@ def test_parts_that_were_forgotten() -> None:
     with pytest.raises(ValueError, match="learning rate") as kept:
         torch.optim.SGD(net.parameters(), -1)
     assert kept and of_other.param_groups
-    parts = {"net": net, "optimizer": optimizer, "scheduler": chain}
-    assert unsaved.unsaved(parts | {"average": average}, []) == []
-    assert unsaved.unsaved(parts, []) == ["AveragedModel"]
-    assert unsaved.unsaved(parts, [of_other]) == ["AdamW", "AveragedModel"]
-    first = {"net": net, "scheduler": halves[0]}
-    found = ["AveragedModel", "ConstantLR", "SGD", "SequentialLR"]
-    assert unsaved.unsaved(first, []) == found
-    alone = {"net": net, "average": average}
-    found = ["ConstantLR", "SGD", "SequentialLR"]
-    assert unsaved.unsaved(alone, [optimizer]) == found
-    assert unsaved.unsaved(alone | {"optimizer": optimizer}, [optimizer]) == [
-        "ConstantLR",
-        "SequentialLR",
-    ]
+
+    def forgotten(stepped: list, **parts: object) -> list[str]:
+        watch = unsaved.Unsaved("Run", parts, stepped)
+        watch.begin()
+        watch.say_networks()
+        watch.say_optimizers()
+        out = capsys.readouterr().out
+        return sorted(re.findall(r"(\w+) is not given to Run", out))
+
+    given = {"net": net, "optimizer": optimizer, "scheduler": chain}
+    stepped = [optimizer]
+    assert forgotten(stepped, **given, average=average) == []
+    assert forgotten(stepped, **given) == ["AveragedModel"]
+    assert forgotten([of_other], **given) == ["AdamW", "AveragedModel"]
+    left = ["AveragedModel", "ConstantLR", "SequentialLR"]
+    assert forgotten(stepped, net=net, optimizer=optimizer) == left
+    assert forgotten(stepped, net=net, optimizer=optimizer, half=halves[0]) == left
+    left = ["AveragedModel", "ConstantLR", "SGD", "SequentialLR"]
+    assert forgotten(stepped, net=net, half=halves[0]) == left
+    assert forgotten([], net=net, scheduler=chain) == []  # of no step
 
 
 class Sharp(torch.optim.Optimizer):
@@ -422,7 +428,7 @@ def test_a_teacher_made_by_hand(
                     weight.lerp_(other, 0.1)
         evaluated.load_state_dict(net.state_dict())
     out = capsys.readouterr().out
-    line = "warning: another Teacher whose weights change is not given to Checkpoints"
+    line = "warning: another network of class Teacher is not given to Checkpoints(...)"
     assert out.count(line) == (not is_given)
     assert out.count("warning") == (not is_given)
 
