@@ -15,10 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
+from ddpkit.ranks.virtual import VirtualRanks
 
 # The names of each prepared network's weights, in DDP's order
 _trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 _called: WeakSet[nn.Module] = WeakSet()  # of these, since the last optimizer step
+# What averages gradients over the ranks
+REPLICATED = DistributedDataParallel, VirtualRanks
 # Wrappers of Fabric and accelerate, by class, and where each has what it wraps
 WRAPPERS = {
     "_FabricModule": "_original_module",
@@ -38,7 +41,7 @@ def bare(part: Any) -> Any:
     for kind in type(part).__mro__:
         part = getattr(part, WRAPPERS.get(kind.__name__, ""), part)
     network = uncompiled(part)
-    return network.module if isinstance(network, DistributedDataParallel) else network
+    return network.module if isinstance(network, REPLICATED) else network
 
 
 def in_ddp(network: nn.Module) -> nn.Module:
@@ -84,6 +87,9 @@ def prepare_network(network: nn.Module) -> None:
         for name, each in ddp_model.named_parameters()
         if each.requires_grad
     ]
+    if isinstance(ddp_model, VirtualRanks):
+        ddp_model.register_forward_pre_hook(lambda module, _: _called.add(module))
+        return
     if not isinstance(ddp_model, DistributedDataParallel):
         if distributed.world_size() == 1:
             return
@@ -155,7 +161,7 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
 def check_called(network: nn.Module) -> None:
     """Raise a UserError unless `network`, if it is in DDP, was called since last time."""
     ddp_model = in_ddp(network)
-    if isinstance(ddp_model, DistributedDataParallel) and ddp_model not in _called:
+    if isinstance(ddp_model, REPLICATED) and ddp_model not in _called:
         raise UserError(
             "a step without a call of ddp_model, which averages the gradients over the ranks: "
             "compute the outputs with ddp_model(images), not with model or ddp_model.module, and "

@@ -76,18 +76,22 @@ class VirtualRanks(nn.Module):
         return outputs
 
     def buffers_of_ranks(self) -> list[dict[str, Tensor]]:
-        """Return the buffers of each virtual rank of this process, by name."""
+        """Return the buffers of each virtual rank of this process, by name, on the CPU."""
         names = [name for name, _ in self.module.named_buffers()]
         self._switch(0)
         found = [self.states, *self.kept[1:]]
-        return [dict(zip(names, each, strict=True)) for each in found]
+        return [
+            dict(zip(names, [one.cpu() for one in each], strict=True)) for each in found
+        ]
 
     def load_buffers(self, of_ranks: Sequence[dict[str, Tensor]]) -> None:
         """Take buffers of all virtual ranks, as `buffers_of_ranks` returns them."""
         self._switch(0)
         for place, rank in enumerate(self.here):
             target = self.kept[place] if place else self.states
-            for (name, _), each in zip(self.module.named_buffers(), target, strict=True):
+            for (name, _), each in zip(
+                self.module.named_buffers(), target, strict=True
+            ):
                 if name in of_ranks[rank]:
                     each.copy_(of_ranks[rank][name])
 

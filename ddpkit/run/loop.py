@@ -59,11 +59,18 @@ class LossState:
 class Passes:
     """The batches of an optimizer step: each is on the device when its turn comes.
 
-    batches: of the loader, whose images have this format.
+    batches: of the loader, whose images have this format. take: begins each pass.
     """
 
-    def __init__(self, batches: list, device: torch.device, format: Format) -> None:
+    def __init__(
+        self,
+        batches: list,
+        device: torch.device,
+        format: Format,
+        take: Callable[..., Iterator],
+    ) -> None:
         self.batches = batches
+        self.take = take
         self.move = functools.partial(normalizing.move, device=device, format=format)
         self.device = device
         self.moved = [self.move(batches[0])] if len(batches) == 1 else None
@@ -72,7 +79,7 @@ class Passes:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[tuple]:
-        return iter(self.moved or map(self.move, self.batches))
+        return self.take(self.moved or map(self.move, self.batches), len(self))
 
     @property
     def targets(self) -> Iterator[Any]:
@@ -164,7 +171,7 @@ class Run(Checkpoints):
         )
         self.seen = 0
         self.sums = Sums(self.device)
-        passes = accumulate * distributed.world_size()  # of a step, on all ranks
+        passes = self.source.passes * distributed.world_size()  # of a step
         self.batch_size = self.source.global_batch // passes
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
         self.chosen = Best(best, val_images, folder, state)
@@ -428,19 +435,20 @@ class Run(Checkpoints):
         return self._turns(self._read_steps, networks, self.source.steps)
 
     def _read_steps(self) -> Iterator[tuple[int, Passes]]:
+        passes = self.source.passes
         found = self.report.progress(
             self.source.read_epoch(self.train_loader, self.epoch, self.seen),
             self.epoch,
-            passes=self.steps_left * self.accumulate,
+            passes=self.steps_left * passes,
             batch_size=self.batch_size,
         )
         format = normalizing.format_of(self.train_loader)
-        some = list(itertools.islice(found, self.accumulate))
+        some = list(itertools.islice(found, passes))
         while some:
             if not self.first_steps.ended:
                 sources.say_floats(some[0], self.val_loader)
-            yield self.done, Passes(some, self.device, format)
-            some = list(itertools.islice(found, self.accumulate))
+            yield self.done, Passes(some, self.device, format, self._take_passes)
+            some = list(itertools.islice(found, passes))
 
     @property
     def steps_left(self) -> int:
