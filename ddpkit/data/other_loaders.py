@@ -104,7 +104,7 @@ class OtherSource:
         self.passes = accumulate  # of a step, on this rank
         self.virtual_ranks = 0
         self.reading = Reading(seed)
-        ranks = distributed.world_size()
+        ranks = self.ranks = distributed.world_size()
         try:
             # Of shares of unequal length: all ranks take as many steps as the shortest
             # has.

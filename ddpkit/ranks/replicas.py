@@ -276,6 +276,7 @@ def check_slopes(
     slopes: Sequence[tuple[Tensor, Tensor]],
     count: Tensor | float,
     passes: int,
+    ranks: int,
     scale: float,
 ) -> None:
     """Raise a UserError if the gradients of a step are of no mean over the labels of all ranks.
@@ -283,9 +284,8 @@ def check_slopes(
     What may be a part of it, by a weight of the owner's, is said in a line.
 
     slopes: the gradients that arrived at the criterion's sums, each with its batch's number of
-    labels. count: of labels, of all `passes` and ranks. scale: a GradScaler's.
+    labels. count: of labels, of all `passes` and `ranks`. scale: a GradScaler's.
     """
-    ranks = distributed.world_size()
     formula = "loss = criterion(outputs, targets) * world_size / count"
     right = scale * ranks / float(count)
 

@@ -352,11 +352,13 @@ class Checkpoints:
         all virtual ranks of this process: for x, y in batches.
         """
         length = samples.size(batches)
-        if getattr(getattr(batches, "sampler", None), "virtual_ranks", 0):
+        virtual_ranks = getattr(getattr(batches, "sampler", None), "virtual_ranks", 0)
+        if virtual_ranks:
             length = batches.sampler.steps
 
         def begin() -> Iterator:
-            return self._turns(lambda: self._rest(batches), networks, length)
+            rest = functools.partial(self._rest, batches)
+            return self._turns(rest, networks, length, virtual_ranks)
 
         return Steps(length, begin)
 
@@ -365,12 +367,13 @@ class Checkpoints:
         begin: Callable[[], Iterator],
         networks: Sequence[nn.Module],
         length: int | None,
+        virtual_ranks: int = 0,
     ) -> Iterator:
         """Yield what is left of the batches of an epoch, which has `length`, if that is known."""
         self._keep_changes()
         for network in networks:
             replicas.prepare_network(network)
-        self._find_virtual(networks)
+        self._find_virtual(networks, virtual_ranks)
         self._load_buffers()
         if self.step == self.first_step:
             self.unsaved.begin()
@@ -389,13 +392,21 @@ class Checkpoints:
             if self.phase is not Phase.ALONE and length is None:
                 self._write()  # there was no telling which step would be the last
 
-    def _find_virtual(self, networks: Sequence[nn.Module]) -> None:
+    def _find_virtual(self, networks: Sequence[nn.Module], of_loader: int) -> None:
+        """Find the networks of virtual ranks; a UserError if the loader has other ranks."""
         found = [replicas.in_ddp(each) for each in networks]
         self.virtual = [each for each in found if isinstance(each, VirtualRanks)]
+        for of_network in {each.ranks for each in self.virtual} or {0}:
+            if of_network != of_loader:
+                raise UserError(
+                    f"the training loader has virtual_ranks={of_loader}, a network given to "
+                    f"{self.name}.steps {of_network}: give both the same, and steps VirtualRanks"
+                )
+        self.ranks = of_loader or distributed.world_size()
         self.rank = distributed.rank()
-        if self.virtual:
-            self.ranks = self.virtual[0].ranks
+        if of_loader:
             self.draws_by_rank = True
+            self.share_outside = 0
 
     def _load_buffers(self) -> None:
         """Give the networks the buffers that each rank has had in the epoch that goes on."""
@@ -691,13 +702,6 @@ class Checkpoints:
         sampler = getattr(batches, "sampler", None)
         global_batch = getattr(sampler, "global_batch", 0)
         ranks = distributed.world_size()
-        of_loader = getattr(sampler, "virtual_ranks", 0)
-        of_network = self.virtual[0].ranks if self.virtual else 0
-        if of_loader != of_network:
-            raise UserError(
-                f"the loader has virtual_ranks={of_loader}, the network that steps() got "
-                f"{of_network}: give both the same, and steps() the VirtualRanks"
-            )
         reason = ""  # why other batches would follow
         if global_batch:
             if global_batch != self.global_batch:
