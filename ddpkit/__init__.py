@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ddpkit.data.sources import eval_batches
     from ddpkit.errors import NoLabelsError, UserError
     from ddpkit.ranks.distributed import rank, rank_zero_first, rendezvous
+    from ddpkit.ranks.virtual import VirtualRanks
     from ddpkit.run.criterion import Criterion
     from ddpkit.run.flags import Parser
     from ddpkit.run.folder import RunFolder
@@ -59,6 +60,7 @@ NAMES = {
     "data.sources": "eval_batches",
     "errors": "NoLabelsError UserError",
     "ranks.distributed": "rank rank_zero_first rendezvous",
+    "ranks.virtual": "VirtualRanks",
     "run.criterion": "Criterion",
     "run.flags": "Parser",
     "run.folder": "RunFolder",

@@ -19,7 +19,8 @@ MOST_VOID = 0.7  # of a mask's pixels; more is said
 class FirstSteps:
     """Watches the first two optimizer steps; reads the device in these.
 
-    parts: of the run, by name. passes: of a step, on each of the ranks. stepped: the optimizers that have taken a step;
+    parts: of the run, by name. passes: of a step, on each of the ranks. stepped: the optimizers
+        that have taken a step;
         others may come.
     """
 

@@ -471,8 +471,8 @@ class Run(Checkpoints):
         """Count an optimizer step, whose turn ends the loop's body: a save, or a stop, comes then.
 
         loss: the losses of this rank's batches, or their sum, whose mean over the ranks is that of
-        the step. count: of the labels of all ranks. grad_norm: of the gradients, for the log. sums: of
-        this rank, by name: numbers to add up, or (sum, count) of a mean; `means` has them of all
+        the step. count: of the labels of all ranks. grad_norm: of the gradients, for the log. sums:
+        of this rank, by name: numbers to add up, or (sum, count) of a mean; `means` has them of all
         steps and ranks.
         """
         for network in self.networks[:1]:  # others may be trained now and then
