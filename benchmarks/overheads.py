@@ -12,8 +12,9 @@ Whole epochs are timed and divided by their steps.
 
 With --host: how much longer is the host busy with a step, beside a GPU that has to wait for it? All
 weights of the network are single numbers, and images have one pixel. CPU time of the main thread,
-against a bare loop around DistributedDataParallel that normalises the same batches, with the same
-optimizer. --profile: in which functions the steps of ours spend it, which a profiler makes slower.
+against bare loops around DistributedDataParallel that normalise the same batches, with the same
+optimizer; one of them divides by the labels of all ranks, as ours does. --profile: in which
+functions the steps of ours spend it, which a profiler makes slower.
 """
 
 import contextlib
@@ -40,6 +41,7 @@ BASELINE = "as it is"
 MOST = 40  # functions of a profile
 BARE = "bare DDP loop"
 WRAPPED = f"{BARE}, our settings of DDP"
+COUNTED = f"{WRAPPED}, loss / labels of all ranks"
 DEFAULTS = {
     "classification": "--arch resnet18 --image-size 64 --batch-size 16",
     "segmentation": "--encoder resnet18 --image-size 64 --batch-size 4",
@@ -106,7 +108,12 @@ class HostBench(Bench):
 
         return recipe.build_optimizer(model, self.args)
 
-    def bare_ddp(self, wrap: Callable[..., nn.Module]) -> Callable[[Feed], None]:
+    def bare_ddp(
+        self, wrap: Callable[..., nn.Module], is_counted: bool = False
+    ) -> Callable[[Feed], None]:
+        """Return a loop; is_counted: with a collective of the number of labels in each step."""
+        import ddp
+
         model = self.network()
         ddp_model = wrap(model)
         optimizer = self.optimizer(model)
@@ -120,8 +127,14 @@ class HostBench(Bench):
                 images = images.to(self.device, non_blocking=True)
                 targets = targets.to(self.device, non_blocking=True).long()
                 images = images.float().div_(255).sub_(mean).div_(std)
+                kind = "sum" if is_counted else "mean"
                 with self.autocast() if has_amp else contextlib.nullcontext():
-                    loss = nn.functional.cross_entropy(ddp_model(images), targets)
+                    loss = nn.functional.cross_entropy(
+                        ddp_model(images), targets, reduction=kind
+                    )
+                if is_counted:
+                    count = ddp.reduce_tensor((targets != -100).sum())
+                    loss = loss * torch.distributed.get_world_size() / count
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -162,6 +175,7 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
         loops = {
             BARE: bench.bare_ddp(plain),
             WRAPPED: bench.bare_ddp(project.wrap),
+            COUNTED: bench.bare_ddp(project.wrap, is_counted=True),
             BASELINE: Ours(bench),
         }
         cases: common.Cases = {
@@ -174,7 +188,7 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
         for name in cases:
             times = [1e6 * statistics.median(own[name]) for own in (figures, walls)]
             found.setdefault(name, []).append([f"{time:.0f}" for time in times])
-        for name in (BARE, WRAPPED):
+        for name in (BARE, WRAPPED, COUNTED):
             more = [difference(own[BASELINE], own[name]) for own in (figures, walls)]
             found.setdefault(f"ours - {name}", []).append(more)
     distributed.teardown()

@@ -14,14 +14,13 @@ Each has a --help.
 """
 
 import importlib
-import importlib.machinery
 import os
 import shutil
 import sys
 from pathlib import Path
 
 import ddpkit
-from ddpkit import files, launch
+from ddpkit import files, launch, version
 from ddpkit.errors import print_error, print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.run.flags import Parser
@@ -73,19 +72,11 @@ def copy() -> None:
     target = project / "ddpkit"
     if target.exists():
         raise ddpkit.UserError(f"{target} is there already; remove it to copy anew")
-    # what Python would import if the project's folder were not the first place
-    places = [place for place in sys.path if Path(place).resolve() != project]
-    spec = importlib.machinery.PathFinder.find_spec("ddpkit", places)
-    if not spec or not spec.origin:  # a namespace package has none
-        raise ddpkit.UserError(
-            f"{sys.executable} has no other ddpkit installed: pip install it first, as "
-            "the first line of a requirements.txt says"
-        )
-    installed = Path(spec.origin).resolve().parent
+    own = version.FOLDER  # the installed one, as there is no other
     with files.filling(target) as partial:
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(installed, partial, ignore=ignored, dirs_exist_ok=True)
-    done = f"copied {installed} to {target}, which is used from now on"
+        shutil.copytree(own, partial, ignore=ignored, dirs_exist_ok=True)
+    done = f"copied {own} to {target}, which is used from now on"
     print_line(done, sys.stdout)
 
 
@@ -93,6 +84,7 @@ def compare() -> None:
     importlib.import_module("ddpkit.vision.tools.compare").main()
 
 
+# These need no torch, which takes seconds to import.
 COMMANDS = {"compare": compare, "where": where, "copy": copy}
 
 
@@ -100,31 +92,22 @@ def main() -> None:
     name = sys.argv.pop(1) if sys.argv[1:] else "--help"
     if name in ("-h", "--help"):
         print_line(__doc__.rstrip(), sys.stdout)
+    elif name == "launch":
+        sys.exit(launch.main(sys.argv[1:] or ["--help"]))
     elif name in COMMANDS:
         COMMANDS[name]()
     elif name in ON_CPU:
-        importlib.import_module(f"ddpkit.{ON_CPU[name]}").main()
+        os.environ[environment.GPUS] = ""  # before torch looks for them
+        ddpkit.before_imports()
+        ddpkit.run_main(importlib.import_module(f"ddpkit.{ON_CPU[name]}").main)
     else:
         names = ", ".join((*ON_CPU, *COMMANDS, "launch"))
         raise ddpkit.UserError(f"python -m ddpkit {name}: use one of {names}")
 
 
-def without_torch() -> int:
-    """Run `main` without the seconds of importing torch; return the exit status."""
+if __name__ == "__main__":
     try:
         main()
     except ddpkit.UserError as error:
         print_error(error)
-        return protocol.MISTAKE
-    return 0
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["launch"]:  # without torch, as it only starts others
-        sys.exit(launch.of_script())
-    if sys.argv[1:2] == ["compare"]:  # which only reads text
-        sys.exit(without_torch())
-    if sys.argv[1:] and sys.argv[1] in ON_CPU:
-        os.environ[environment.GPUS] = ""  # before torch looks for them
-    ddpkit.before_imports()
-    ddpkit.run_main(main)
+        sys.exit(protocol.MISTAKE)

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # such as the end of a line
@@ -22,22 +23,31 @@ class LineError(Exception):
     """
 
     def __init__(self, line: str, code: str = "") -> None:
-        # torch makes an error of a loader worker anew, from the text of its traceback
-        # alone, which ends with what `__str__` has returned there.
-        ending = rf".*\n(?:\w+\.)*{type(self).__name__}: (.*?)\s*\[(\w+\.\w+)\]\s*"
-        in_worker = re.fullmatch(ending, line, re.DOTALL)
+        in_worker = self._end_of_traceback(line)
         if in_worker:
             line, code = in_worker.groups()
-        if not code:
-            caller = sys._getframe(1).f_code
-            code = f"{Path(caller.co_filename).stem}.{caller.co_name.strip('_<>')}"
         self.line = line.strip()
-        self.code = code
+        self.code = code or _code_of(sys._getframe(1))
         # with which pickle makes it anew in another process
         super().__init__(self.line, self.code)
 
     def __str__(self) -> str:
         return f"{self.line} [{self.code}]"
+
+    @classmethod
+    def _end_of_traceback(cls, text: str) -> re.Match | None:
+        """Return the line and the code in the text of a traceback, which ends with `__str__`.
+
+        From that text alone torch makes the error of a loader worker anew in its rank.
+        """
+        last = rf".*\n(?:\w+\.)*{cls.__name__}: (.*?)\s*\[(\w+\.\w+)\]\s*"
+        return re.fullmatch(last, text, re.DOTALL)
+
+
+def _code_of(caller: FrameType) -> str:
+    """Return the file and the function in which an error is made, such as "masks.parse"."""
+    name = caller.f_code.co_name.strip("_<>")
+    return f"{Path(caller.f_code.co_filename).stem}.{name}"
 
 
 class UserError(LineError):
@@ -81,7 +91,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def escape(line: object) -> str:
     """Return `line` with control characters, as names of files may have, as Python writes them."""
-    return CONTROL.sub(lambda found: repr(found[0])[1:-1], str(line))
+    return CONTROL.sub(lambda each: repr(each[0])[1:-1], str(line))
 
 
 def print_error(line: object) -> None:

@@ -40,13 +40,12 @@ def failure(path: Path | str, error: OSError, verb: str = "written") -> LineErro
     if error.errno in OF_THIS_MOMENT:
         return DiskError(f"{path}: cannot be {verb} at this moment ({reason})")
     # where a folder should be: mkdir says no more than that something is there
-    if isinstance(error, FileExistsError) and error.filename:
-        place = error.filename
-        if os.path.islink(place):
-            target = os.readlink(place)
-            return UserError(
-                f"{path}: cannot be {verb} ({place} links to {target}, which is not there)"
-            )
+    link = error.filename
+    if isinstance(error, FileExistsError) and link and os.path.islink(link):
+        target = os.readlink(link)
+        return UserError(
+            f"{path}: cannot be {verb} ({link} links to {target}, which is not there)"
+        )
     return UserError(f"{path}: cannot be {verb} ({reason})")
 
 
@@ -80,32 +79,39 @@ def read_file(path: Path | str) -> bytes:
 @contextlib.contextmanager
 def writing(path: Path, parents: bool = False) -> Iterator[Path]:
     """Give the block a path next to `path` to write to, then rename it: the old file or the new."""
-    part = path.with_name(f".{path.name}.part")
+    partial = path.with_name(f".{path.name}.part")
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
         # what a killed run has left, or a link, which "x" does not follow
-        part.unlink(missing_ok=True)
-        with part.open("xb") as file:
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:
             # In a folder of a group somebody may put a link to another file of this
-            # user's in its place: where the system has a name of the open file itself,
-            # that is what is written.
-            own = Path(f"/proc/self/fd/{file.fileno()}")
-            yield own if own.exists() else part
+            # user's in its place: what is written is the open file.
+            yield name_of(file.fileno(), partial)
             # before the rename, or a crash could leave a name without the content
             os.fsync(file.fileno())
             # nobody can on Windows
             is_own = sys.platform == "win32" or os.path.samestat(
-                os.fstat(file.fileno()), os.lstat(part)
+                os.fstat(file.fileno()), os.lstat(partial)
             )
             if not is_own:
-                raise OSError(None, f"another process has replaced {part.name}")
-        move(part, path)
+                raise OSError(None, f"another process has replaced {partial.name}")
+        move(partial, path)
     except OSError as error:
         raise failure(path, error) from None
     finally:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
+
+
+def name_of(handle: int, path: Path) -> Path:
+    """Return a name of the open file itself, if the system has one; else `path`.
+
+    It remains when the file is renamed, replaced or removed, until this process closes it.
+    """
+    own = Path(f"/proc/self/fd/{handle}")
+    return own if own.exists() else path
 
 
 def save_text(path: Path, text: str) -> None:
@@ -210,8 +216,8 @@ def lock(path: Path) -> bool:
     Raises a UserError if another user has made the file, and keeps it closed.
     """
     handle = _open_lock(path)
-    found = os.fstat(handle)
-    key = found.st_dev, found.st_ino
+    status = os.fstat(handle)
+    key = status.st_dev, status.st_ino
     if key in _locks:  # of another run in this process
         os.close(handle)
         return True

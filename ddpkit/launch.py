@@ -42,6 +42,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 from ddpkit.errors import UserError, guard_streams, no_torch, print_error, print_line
 from ddpkit.ranks import environment, process, protocol
@@ -143,8 +144,7 @@ class Ranks:
                 if signum == protocol.KILL:
                     rank.kill()
                 elif os.path.exists(silent):  # ddpkit is there
-                    with open(silent + protocol.REQUEST, "wb") as file:
-                        file.write(b"%d" % signum)
+                    Path(silent + protocol.REQUEST).write_text(str(signum), "utf-8")
                 elif sys.platform == "win32":
                     rank.send_signal(signal.CTRL_BREAK_EVENT)  # its workers get it, too
 
@@ -162,6 +162,7 @@ class Ranks:
         failed: tuple[int, int] | None = None
         statuses = self.poll()
         while None in statuses:
+            # One has failed: the others, which may wait for it, have half a minute to end.
             if any(statuses) and not failed:
                 # asked again: a mistake of another rank may have come to light since
                 failed = find_first(self.poll())
@@ -193,9 +194,9 @@ class Ranks:
         )
         if self.first and is_sent:  # it has ended as it was told to
             return 128 + self.first
-        place = f" on {environment.node()}" if self.nodes.count > 1 else ""
+        where = f" on {environment.node()}" if self.nodes.count > 1 else ""
         number = self.nodes.number * self.nodes.ranks + local_rank
-        rank = f"rank {number} (process {self.running[local_rank].pid}){place}"
+        rank = f"rank {number} (process {self.running[local_rank].pid}){where}"
         if status < 0:
             name = signal.Signals(-status).name
             print_error(f"{rank} was ended by {name}{HINTS.get(name, '')}")
@@ -214,37 +215,31 @@ def free_port() -> int:
 def find_first(statuses: Sequence[int | None]) -> tuple[int, int]:
     """Return (rank, status) of the rank that made the others fail; (0, 0) if none has failed."""
 
-    def order(found: tuple[int, int]) -> tuple[bool, bool]:
+    def order(end: tuple[int, int]) -> tuple[bool, bool]:
         # a mistake, then one that a signal has ended, then the others: they missed it
-        _, status = found
+        _, status = end
         return status != protocol.MISTAKE, status > 0 or status == -signal.SIGTERM
 
     failed = [(rank, status) for rank, status in enumerate(statuses) if status]
     return min(failed, key=order, default=(0, 0))
 
 
-def of_script() -> int:
-    """python -m ddpkit launch SCRIPT [its flags]: as launch.sh starts main.py."""
-    end = 4 if sys.argv[2:3] == ["-m"] else 3
-    script = sys.argv[2:end] or ["--help"]
-    del sys.argv[1:end]
-    if script[0] in ("-h", "--help"):
-        sys.argv += script
-    elif end == 3 and not os.path.isfile(script[0]):
-        print_error(f"python -m ddpkit launch {script[0]}: no such script")
-        return protocol.MISTAKE
-    return main(script)
+def main(command: Sequence[str] = ()) -> int:
+    """Start the ranks of `command`, a script and its flags; return the exit status.
 
-
-def main(script: Sequence[str] = ()) -> int:
-    """Start the ranks of a script, by default the project's main.py; return the exit status."""
+    By default the script is the project's main.py, and the flags are those of this process.
+    """
     guard_streams()
-    words = sys.argv[1:]
+    words = list(command or sys.argv[1:])
     if words[:1] in (["-h"], ["--help"]):
         print_line(__doc__.rstrip(), sys.stdout)
         return 0
     process.be_quiet()
     try:
+        if not command:
+            words.insert(0, str(process.project() / "main.py"))
+        elif words[0] != "-m" and not os.path.isfile(words[0]):
+            raise UserError(f"python -m ddpkit launch {words[0]}: no such script")
         line = no_torch()
         if line:
             raise UserError(line)
@@ -257,7 +252,6 @@ def main(script: Sequence[str] = ()) -> int:
         os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
-    script = script or [str(process.project() / "main.py")]
     if nodes.number == 0:
         print_line(f"starting {nodes.count * nodes.ranks} rank(s) ...", sys.stdout)
     ranks = Ranks(nodes)
@@ -266,7 +260,7 @@ def main(script: Sequence[str] = ()) -> int:
     with private as folder:
         while True:
             # each time another file: what is in the last one is of ranks that are gone
-            ranks.start_all([*script, *words], f"{folder}/{uuid.uuid4().hex}")
+            ranks.start_all(words, f"{folder}/{uuid.uuid4().hex}")
             status = ranks.wait()
             if status in protocol.FINAL or not restarts or ranks.first:
                 process.ignore_signals()  # while the folder is removed

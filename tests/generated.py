@@ -257,7 +257,7 @@ class Project:
 
 
 # For a script, which does not import ranks.py
-DRAWS_NOTHING = "\nfrom ddpkit.run import pictures, reporting\n"
+DRAWS_NOTHING = "\nfrom ddpkit.vision import mistakes, pictures, reporting\n"
 DRAWS_NOTHING += f"\n{inspect.getsource(draw_nothing)}\ndraw_nothing()\n"
 
 

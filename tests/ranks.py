@@ -39,6 +39,7 @@ if "FAKE_GPUS" not in os.environ:  # gpus.py has started this
 import segmentation_models_pytorch  # noqa: F401  what projects import, once for all forks
 import timm  # noqa: F401
 import torch
+import torch.distributed as dist
 import torch.utils.tensorboard
 import torchmetrics  # noqa: F401
 
@@ -187,6 +188,23 @@ def at_turn(turn: int, signum: int, *which: int) -> Patch:
     return patch
 
 
+def setup(**options: float) -> torch.device:
+    """Join the group of those that `rendezvous`, with these `options`, finds; return the device."""
+    here = distributed.rendezvous(**options)
+    own = None if here.device.type == "cpu" else here.device
+    if own:
+        torch.accelerator.set_device_index(own)
+    dist.init_process_group(
+        here.backend,
+        store=here.store,
+        rank=here.rank,
+        world_size=here.world_size,
+        device_id=own,
+        timeout=here.timeout,
+    )
+    return here.device
+
+
 def on_ranks(*counts: int, group: bool = True) -> Callable[[Callable], Callable]:
     """Run the test function itself on each of so many ranks: `@on_ranks(2)` or `@on_ranks(1, 3)`.
 
@@ -206,7 +224,7 @@ def on_ranks(*counts: int, group: bool = True) -> Callable[[Callable], Callable]
                 def act(rank: int, ranks: int = ranks, port: int = port) -> None:
                     join(rank, ranks, port)
                     if group:
-                        distributed.setup()
+                        setup()
                     test(*of_class, **fixtures)
                     if distributed.is_joined():
                         # of a rank that has failed

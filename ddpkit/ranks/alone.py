@@ -3,19 +3,16 @@
 They leave tensors as they are, on the CPU, too. torch's own stand-in, "fake", is not for DDP.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 
 NAME = "alone"
-
-
-class Alone(dist.ProcessGroup):
-    supports_splitting = False  # which torch asks a group's backend
-
-    def __init__(self, *_: object) -> None:
-        super().__init__(0, 1)
+# torch declares each method with several lists of arguments, of which these have one.
+Base: Any = dist.ProcessGroup
 
 
 def _done(result: object) -> dist.Work:
@@ -24,39 +21,33 @@ def _done(result: object) -> dist.Work:
     return _create_work_from_future(future)
 
 
-def _own(group: Alone, _: torch.device) -> Alone:
-    return group
+class Alone(Base):
+    supports_splitting = False  # which torch asks a group's backend
 
+    def __init__(self, *_: object) -> None:
+        super().__init__(0, 1)
 
-def _leave(_: Alone, tensors: object = (), *__: object, **___: object) -> dist.Work:
-    return _done(tensors)
+    def _get_backend(self, _: torch.device) -> "Alone":
+        return self
 
+    def allreduce(self, tensors: object = (), *_: object, **__: object) -> dist.Work:
+        return _done(tensors)
 
-def _copy_all(
-    _: Alone, found: list, tensors: list[Tensor], *__: object, **___: object
-) -> dist.Work:
-    found[0][0].copy_(tensors[0])
-    return _done(found)
+    broadcast = allreduce
+    barrier = allreduce
 
+    def allgather(
+        self, results: list, tensors: list, *_: object, **__: object
+    ) -> dist.Work:
+        results[0][0].copy_(tensors[0])
+        return _done(results)
 
-def _copy(
-    _: Alone, found: Tensor, tensor: Tensor, *__: object, **___: object
-) -> dist.Work:
-    return _done([found.copy_(tensor)])
+    def all_gather_single(
+        self, result: Tensor, tensor: Tensor, *_: object, **__: object
+    ) -> dist.Work:
+        return _done([result.copy_(tensor)])
 
-
-# Not written as methods: torch has each with several lists of arguments.
-METHODS = {
-    "_get_backend": _own,
-    "allreduce": _leave,
-    "broadcast": _leave,
-    "barrier": _leave,
-    "allgather": _copy_all,
-    "all_gather_single": _copy,
-    "_allgather_base": _copy,  # its older name
-}
-for name, method in METHODS.items():
-    setattr(Alone, name, method)
+    _allgather_base = all_gather_single  # its older name
 
 
 def register(kind: str) -> None:

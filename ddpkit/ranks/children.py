@@ -41,6 +41,7 @@ def _in_child() -> None:
     SIGTERM ends the child, as who sends it expects. The other signals often reach all processes at
     once and ask for a stop of the run, which may need this child until the end of the step.
     """
+    # What it ends with, and says to the launcher, is said by the parent alone.
     process.End.is_leaving = False
     process.End.error = process.End.silent = None
     for signum in STOP_SIGNALS:
@@ -100,18 +101,13 @@ def start_worker(number: int) -> None:
             signal.siginterrupt(signum, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
-    def follow_rank(_: list[int]) -> None:
-        if not process.is_running(rank) or not parent.is_alive():
-            os._exit(1)
-
-    def interrupt_rank(_: list[int]) -> None:
+    def interrupt_rank() -> None:
         """Interrupt the rank once the debugger has left this worker of it."""
         if not process.is_debugged() and threading.main_thread().is_alive():
             with contextlib.suppress(ProcessLookupError):  # the rank has ended
                 os.kill(rank, signal.SIGINT)
 
-    if not process.end_with(KILL, rank):  # the kernel does not see to it
-        watch.thread.add_duty(follow_rank)
+    watch.end_with(KILL, rank)
     if process.is_debugged():
         name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
         threading.main_thread().name = name

@@ -19,6 +19,7 @@ from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL
 def follow() -> None:
     """End all ranks with this one's debugger (VS Code's Stop means one process) or on Ctrl-C."""
     adapt()
+    # By it exit_now ends the launcher, and workers know that they are debugged.
     os.environ[DEBUGGED_LAUNCHER] = str(os.getppid()) if process.by_torchrun() else ""
     sys.breakpointhook = stop
     # What completion in the debug console has torch say
@@ -31,9 +32,9 @@ def follow() -> None:
     if sys.platform == "linux":
         os.register_at_fork(after_in_child=lambda: process.end_with(KILL, rank))
 
-    def duty(signals: list[int]) -> None:
+    def duty() -> None:
         is_over = not process.is_debugged() or os.getppid() != parent
-        if not is_over and signal.SIGINT not in signals:
+        if not is_over and signal.SIGINT not in watch.thread.signals:
             return
         # Once the main thread has ended, pydevd ends as the program does.
         if threading.main_thread().is_alive():
@@ -62,10 +63,10 @@ def adapt() -> None:
         def describe_with_name(
             body: object, reason: str, description: str | None = None, **rest: object
         ) -> None:
-            name = threading.main_thread().name
+            name = threading.main_thread().name  # in a worker another one
             describe(body, reason, f"{name}: {description or reason}", **rest)
 
-        def follow_person(_: list[int]) -> None:
+        def follow_person() -> None:
             nonlocal asked_at
             # unless justMyCode is false, or launch.json has rules of its own
             has_rules = debugger.get_require_module_for_filters()
@@ -76,7 +77,7 @@ def adapt() -> None:
             if asked_at > before:
                 resume("*")
 
-        follow_person([])
+        follow_person()
         schema.StoppedEventBody.__init__ = describe_with_name
         watch.thread.add_duty(follow_person)
 

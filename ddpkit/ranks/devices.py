@@ -56,29 +56,27 @@ def memory_layout(device: torch.device) -> torch.memory_format:
     return torch.channels_last
 
 
-def pick(on_cpu: bool = False) -> tuple[torch.device, dict]:
-    """Return this rank's GPU, or the CPU if there is none or `on_cpu`, and a note for `check`.
+def pick() -> tuple[torch.device, dict]:
+    """Return this rank's GPU, or the CPU if there is none, and a note for `check`.
 
     The numbers of a node's ranks go round the GPUs that each of them sees: all of the node, or, as
     with srun --gpus-per-task=1, one that is its own.
     """
-    device = CPU
-    if not on_cpu:
-        # What torch says of the driver is said by _why_unused.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            device = kind()
+    # What torch says of the driver is said by _why_unused.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        device = kind()
     size = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
     if device.type == APPLE and size != "1":
         meeting.say_on_node(
             f"Apple's GPU is for one process: {size} compute on the CPU"
         )
         device = CPU
-    note = {"device": device.type, "place": environment.node(), "mistake": ""}
+    note = {"device": device.type, "node": environment.node(), "mistake": ""}
     if device.type != "cpu":
         number = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
         device = torch.device(device.type, number)
-    elif not on_cpu:
+    else:
         note["mistake"] = _why_unused()
     try:
         note["gpu"] = _name(device)
@@ -111,8 +109,9 @@ def _name(device: torch.device) -> str:
     if device.index is None:
         return ""
     find = getattr(torch.get_device_module(device), "get_device_properties", None)
-    found = find and find(device)
-    name = " ".join(str(getattr(found, key, "")) for key in NAMES.split()).strip()
+    properties = find and find(device)
+    texts = (str(getattr(properties, key, "")) for key in NAMES.split())
+    name = " ".join(texts).strip()
     return f"{name} {device.index}" if name else ""
 
 
@@ -123,19 +122,19 @@ def check(
     gpus: dict[str, list[str]] = {}
     kinds = {}  # one rank of each
     for rank, note in enumerate(notes):
-        place = note["place"]
+        node = note["node"]
         if note["mistake"]:
-            raise UserError(f"{place}: {note['mistake']}")
-        gpus.setdefault(place, []).append(note["gpu"] or str(rank))
-        kinds[note["device"]] = f"rank {rank} ({place}) on {note['device']}"
+            raise UserError(f"{node}: {note['mistake']}")
+        gpus.setdefault(node, []).append(note["gpu"] or str(rank))
+        kinds[note["device"]] = f"rank {rank} ({node}) on {note['device']}"
     if len(kinds) > 1:
         texts = ", ".join(kinds.values())
         raise UserError(f"ranks compute on different kinds of device: {texts}")
-    for place, names in gpus.items():
+    for node, names in gpus.items():
         count = len(set(names))
         if count == len(names):
             continue
-        line = f"{len(names)} ranks on {place} but {count} GPU(s) for them:"
+        line = f"{len(names)} ranks on {node} but {count} GPU(s) for them:"
         if is_debugged:
             meeting.say_on_node(f"{line} debugging on the CPU")
             return CPU
@@ -182,8 +181,8 @@ def is_mixed() -> bool:
 def address(host: str) -> str:
     """Return this node's own address on the network that leads to `host`; "" if none does."""
     with contextlib.suppress(OSError, UnicodeError):  # as for a name that cannot be one
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-        family, kind, _, _, there = found[0]
+        known = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        family, kind, _, _, there = known[0]
         with socket.socket(family, kind) as asked:
             asked.connect(there)  # which sends nothing
             return str(asked.getsockname()[0])
@@ -203,7 +202,7 @@ def choose_network(notes: Sequence[dict]) -> None:
     own = {address(os.environ["MASTER_ADDR"])}
     # Where rank 0 is, that may be the host's name: the others' addresses lead out.
     for note in notes:
-        if note["place"] != environment.node() and note["address"]:
+        if note["node"] != environment.node() and note["address"]:
             own.add(address(note["address"]))
     for _, name in socket.if_nameindex():
         if name != "lo" and _address_of(name) in own - {""}:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -55,10 +55,7 @@ class Rank(NamedTuple):
 
 
 def rendezvous(
-    local_rank: int = 0,
-    timeout: float = 600,
-    debugged: bool = False,
-    alone: bool = False,
+    local_rank: int = 0, timeout: float = 600, debugged: bool = False
 ) -> Rank:
     """Find the other ranks that the launcher describes; without a launcher be a group of one.
 
@@ -67,7 +64,6 @@ def rendezvous(
 
     local_rank: the number of this process on its node, if the launcher does not set LOCAL_RANK.
     timeout: of collectives, and of this call, in seconds; a week if a rank is `debugged`.
-    alone: a group of one will do in a job of several nodes, on the CPU.
 
     Raises a UserError if the ranks do not find each other in time, or if two want the same GPU.
 
@@ -82,11 +78,14 @@ def rendezvous(
     Group.timeout = timedelta(days=7)
     if not Group.is_debugged:
         Group.timeout = timedelta(seconds=timeout)
-    environment.adopt(alone)
-    if "RANK" in os.environ:
+    environment.adopt()
+    is_launched = "RANK" in os.environ
+    if is_launched:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    device, note = devices.pick(on_cpu=alone)
-    if "RANK" in os.environ:
+    elif Group.has_met_itself and dist.is_initialized():  # a notebook calls this again
+        dist.destroy_process_group()
+    device, note = devices.pick()
+    if is_launched:
         has_others = environment.has_other_nodes()
         if sys.platform == "linux" and not has_others:
             os.environ.setdefault(devices.NETWORK, "lo")  # nobody else can reach it
@@ -100,9 +99,6 @@ def rendezvous(
         if has_others:
             devices.choose_network(notes)
     else:
-        # a notebook calls this again
-        if Group.has_met_itself and dist.is_initialized():
-            dist.destroy_process_group()
         Group.store = dist.HashStore()
         number = 0
         size = 1
@@ -120,7 +116,7 @@ def rendezvous(
         # torch would end the rank with SIGABRT; failures.Lateness comes first.
         ends_after += timedelta(seconds=protocol.LATE_SECONDS)
     here = Rank(device, devices.backend(device), torchs, number, size, ends_after)
-    if "RANK" in os.environ:
+    if is_launched:
         _met[os.getpid()] = here
     return here
 
@@ -128,16 +124,6 @@ def rendezvous(
 def _note_process(store: dist.Store, number: int) -> None:
     own = f"{environment.node()} {environment.process_space()} {os.getpid()}"
     store.set(protocol.PROCESS.format(number), own)
-
-
-def setup(**options: Any) -> torch.device:
-    """Join the group of those that `rendezvous`, with these `options`, finds; return the device."""
-    device, backend, store, number, size, timeout = rendezvous(**options)
-    own = None if device.type == "cpu" else device
-    if own:
-        torch.accelerator.set_device_index(own)
-    dist.init_process_group(backend, None, timeout, size, number, store, device_id=own)
-    return device
 
 
 def adopt_group() -> None:
@@ -202,7 +188,7 @@ def any_debugged() -> bool:
 def rank() -> int:
     """Return this rank's number, from 0, among those of all nodes.
 
-    Before `setup` the one that the launcher has given it.
+    Before there is a group the one that the launcher has given it.
 
         if ddpkit.rank() == 0:
             print("once")
@@ -233,22 +219,21 @@ def print0(line: str) -> None:
 
 
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
-    """Return `tensor` combined over all ranks by `op`: "sum", "min", "max" or "mean"."""
+    """Return `tensor` combined over all ranks by `op`: "sum", "min" or "max"."""
     # A copy; of bools, whose sum would be a bool, as integers
     result = tensor.detach() + 0
-    name = "SUM" if op == "mean" else op.upper()
     if dist.is_initialized():
-        dist.all_reduce(result, getattr(dist.ReduceOp, name))
-    return result / world_size() if op == "mean" else result
+        dist.all_reduce(result, getattr(dist.ReduceOp, op.upper()))
+    return result
 
 
 def gather(tensor: Tensor) -> Tensor:
     """Return the ranks' `tensor`s, of the same shape and dtype on each, stacked: (ranks, ...)."""
     if not dist.is_initialized():
         return tensor[None]
-    parts = [torch.empty_like(tensor) for _ in range(world_size())]
-    dist.all_gather(parts, tensor)
-    return torch.stack(parts)
+    tensors = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(tensors, tensor)
+    return torch.stack(tensors)
 
 
 def gather_objects(value: T) -> list[T]:
@@ -289,7 +274,7 @@ def wait_for_all() -> None:
 
 def states(ranks: Iterable[int]) -> list[str]:
     """Return such as "rank 1 has ended (process 4711)" of ranks that do not answer."""
-    found = []
+    lines = []
     for rank in ranks:
         key = protocol.PROCESS.format(rank)
         known = store().get(key).decode() if store().check([key]) else "  0"
@@ -304,8 +289,13 @@ def states(ranks: Iterable[int]) -> list[str]:
             state = "has ended"
         elif process.state(int(pid)) == "T":
             state = "is held by SIGSTOP"
-        found.append(f"rank {rank} {state} ({at})")
-    return found
+        lines.append(f"rank {rank} {state} ({at})")
+    return lines
+
+
+def ended(ranks: Iterable[int]) -> list[str]:
+    """Return such of those among `ranks` whose process is known to have gone."""
+    return [state for state in states(ranks) if "has ended" in state]
 
 
 def await_keys(keys: list[str], seconds: float) -> bool:
@@ -330,7 +320,7 @@ def all_arrive(name: str, seconds: float) -> bool:
             return False
         # No time-out ends this wait for a rank that has left, and not every launcher.
         here = range(rank() - local_rank(), rank() + local_world_size())
-        gone = [each for each in states({0, *here}) if "has ended" in each]
+        gone = ended({0, *here})
         if gone and not store().check(last):
             raise dist.DistNetworkError(f"Connection lost: {', '.join(gone)}")
     return True
@@ -376,8 +366,8 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
     if endpoint.name and by_editor:
         before = [number for number in ranks if number < rank()]
         await_keys([protocol.DEBUGGED.format(number) for number in before], math.inf)
-        place = {"client": {"host": host, "port": port}}
-        endpoint.write_text(json.dumps(place), encoding="utf-8")
+        address = {"client": {"host": host, "port": port}}
+        endpoint.write_text(json.dumps(address), encoding="utf-8")
         debugpy.wait_for_client()
         endpoint.unlink(missing_ok=True)
         # Sooner it may not notice that this is another file.

@@ -97,16 +97,12 @@ def read_nodes() -> Nodes:
         return int(text)
 
     count = number("NNODES", 1, 1)
-    this = number("NODE_RANK", 0, 0) if count > 1 else 0
+    this = number("NODE_RANK", 0, 0, count - 1) if count > 1 else 0
     for name in ("NODE_RANK", "MASTER_ADDR"):
         if count > 1 and name not in said:
             raise UserError(
                 f"NNODES={count} also requires {name}; see ./launch.sh --help"
             )
-    if this >= count > 1:
-        raise UserError(
-            f"NODE_RANK={this} is none of the NNODES={count} nodes: 0 to {count - 1}"
-        )
     port = number("MASTER_PORT", PORT, 1, 65535)
     restarts = number("MAX_RESTARTS", 0, 0)
     if count > 1 and restarts:
@@ -118,23 +114,23 @@ def read_nodes() -> Nodes:
     return Nodes(count, this, ranks, host, port, restarts)
 
 
-def adopt(alone: bool = False) -> None:
-    """Set torchrun's variables for a process that srun started; alone: see read_task."""
+def adopt() -> None:
+    """Set torchrun's variables for a process that srun started."""
     if "RANK" not in os.environ:
         # A person may want another MASTER_ADDR.
-        os.environ.update(read_task(alone) | _typed())
+        os.environ.update(read_task() | _typed())
     if "RANK" not in os.environ:
         os.environ.pop("LOCAL_WORLD_SIZE", None)  # left by another launcher
 
 
-def read_task(alone: bool = False) -> dict[str, str]:
-    """Return torchrun's variables for one of several tasks of srun's; {} if it may be `alone`."""
+def read_task() -> dict[str, str]:
+    """Return torchrun's variables for one of several tasks of srun's; {} if it is alone."""
     env = os.environ
     if int(env.get("SLURM_STEP_ID", SPECIAL_STEPS)) >= SPECIAL_STEPS:
-        check_alone(alone, NODES)
+        check_alone(f"{NODES} {SIZES} {NUMBERS}")
         return {}
     if env.get("SLURM_STEP_NUM_TASKS") == "1":
-        check_alone(alone)
+        check_alone(f"{SIZES} {NUMBERS}")  # of the job's nodes it has one
         return {}
     try:
         # "2(x3),1" is 2, 2, 2, 1 tasks
@@ -159,11 +155,11 @@ def read_task(alone: bool = False) -> dict[str, str]:
         ) from None
 
 
-def check_alone(alone: bool, nodes: str = "") -> None:
-    """Raise a UserError if variables say that there are others; alone: see read_task."""
-    if alone or os.environ.get("NNODES") == "1":
+def check_alone(names: str) -> None:
+    """Raise a UserError if one of these variables says that there are others."""
+    if os.environ.get("NNODES") == "1":
         return
-    for name in f"{nodes} {SIZES} {NUMBERS}".split():
+    for name in names.split():
         # An elastic job has LEAST:MOST.
         count = os.environ.get(name, "").split(":")[-1]
         least = 1 if name in NUMBERS.split() else 2
@@ -244,10 +240,9 @@ def count_gpus() -> int:
 
 def _is_torch_for_intel() -> bool:
     """Return whether torch, which is not imported, is built for Intel's GPUs."""
-    found = importlib.util.find_spec("torch")
-    if not found or not found.origin:
-        return False
-    return any(Path(found.origin).with_name("lib").glob("*c10_xpu*"))
+    torch = importlib.util.find_spec("torch")
+    assert torch and torch.origin  # the launcher has looked
+    return any(Path(torch.origin).with_name("lib").glob("*c10_xpu*"))
 
 
 def note_mistake() -> None:

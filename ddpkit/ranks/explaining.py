@@ -14,6 +14,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,10 +22,10 @@ import torch
 
 from ddpkit.errors import print_line, shorten
 from ddpkit.ranks import devices, distributed, environment, process
-from ddpkit.ranks.protocol import ANSWER_SECONDS, ASKED, PLACE, QUESTION
+from ddpkit.ranks.protocol import ANSWER, ANSWER_SECONDS, ASKED
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-# A rank's place is not in these files, but where they are called.
+# Where a rank is, is not said by these files, but by what calls them.
 BELOW = (f"ddpkit{os.sep}", "distributed.py")
 # Where a hang usually comes from
 NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"
@@ -32,35 +33,22 @@ LATE = "usually slow or stuck input, or work of one rank alone, such as evaluate
 STUCK = "slow work, a stuck process, or the network between the ranks: see the end of the stacks"
 
 
-# Globals, because two threads and a signal's handler meet here; each has one function
-# that sets it.
-_folder: Path | None = None  # in which a person asks where all ranks are
-_position: Callable[[], str] = str  # such as "epoch 1, step 3"
-_answered = 0  # questions that this rank has answered
+@dataclass
+class Asking:
+    """What the threads of this rank share, so that it can be asked where it is."""
+
+    question: Path | None = None  # on rank 0: the file by which a person asks
+    position: Callable[[], str] = str  # such as "epoch 1, step 3"
+    answered: int = 0  # questions that this rank has answered
 
 
-def look_in(folder: Path | None) -> None:
-    """Have a person's question be looked for in `folder`."""
-    global _folder
-    _folder = folder
-
-
-def name_position(position: Callable[[], str]) -> None:
-    """Have `position()` be part of what this rank answers."""
-    global _position
-    _position = position
-
-
-def answered() -> int:
-    return _answered
+asking = Asking()  # of this process
 
 
 def _forget() -> None:
-    """Begin anew in a forked child, which may become a rank of its own."""
-    global _answered
-    _answered = 0
-    look_in(None)
-    name_position(str)
+    """Leave what was asked to the parent: a forked child may become a rank of its own."""
+    global asking
+    asking = Asking()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
@@ -92,7 +80,7 @@ def collectives() -> list[Collective]:
         records += _dump("_dump_nccl_trace")
         records += _dump("_dump_fr_trace", backend="nccl2")
         records += _dump("_dump_xccl_trace")
-    found = []
+    recorded = []
     for each in sorted(records, key=operator.itemgetter("time_created_ns")):
         if each["process_group"][1] != "default_pg" or each["is_p2p"]:
             continue
@@ -102,8 +90,8 @@ def collectives() -> list[Collective]:
         kind = " of the CPUs" if has_gpus and backend == "gloo" else ""
         shape = f" {tuple(each['input_sizes'][0])}" if each["input_sizes"] else ""
         text = f"collective {each['collective_seq_id']}{kind}, {name}{shape}"
-        found.append(Collective(text, is_over, backend))
-    return found
+        recorded.append(Collective(text, is_over, backend))
+    return recorded
 
 
 def _dump(function: str, **options: str) -> list[dict]:
@@ -116,10 +104,10 @@ def _dump(function: str, **options: str) -> list[dict]:
     return []
 
 
-def find_waiting(found: Iterable[Collective]) -> str:
+def find_waiting(recorded: Iterable[Collective]) -> str:
     """Return the first that is not over; of each backend they end in their order."""
     first: dict[str, str] = {}
-    for each in found:
+    for each in recorded:
         if each.is_over:  # then so are those before it, whatever their records say
             first.pop(each.backend, None)
         else:
@@ -143,24 +131,20 @@ def here() -> Position:
     frames = traceback.extract_stack(sys._current_frames()[main])
     if process.End.error:  # it is handled elsewhere than where it was raised
         frames = traceback.extract_tb(process.End.error.__traceback__)
-    shown = []
-    place = edited = ""
-    for frame in frames:
-        path = _own(frame.filename)
-        if path:
-            shown.append(frame)
-            place = f"at {path}:{frame.lineno}"
-            if not path.startswith(BELOW):
-                edited = place
+    shown = [each for each in frames if _own(each.filename)]
+    edited = [each for each in shown if not _own(each.filename).startswith(BELOW)]
+    words = [asking.position()]
+    for frame in (edited or shown)[-1:]:
+        words.append(f"at {_own(frame.filename)}:{frame.lineno}")
     if shown[-1:] != frames[-1:]:  # what the last of our own has called
         shown.append(frames[-1])
-    text = ", ".join(filter(None, [_position(), edited or place]))
-    found = collectives()
-    waits_in = find_waiting(found)
+    text = ", ".join(filter(None, words))
+    recorded = collectives()
+    waits_in = find_waiting(recorded)
     if waits_in:
         text += f": in {waits_in}"
-    elif found:
-        text += f": after {found[-1].text}"
+    elif recorded:
+        text += f": after {recorded[-1].text}"
     stack = "".join(traceback.format_list(shown)).rstrip()
     node = environment.node() if environment.has_other_nodes() else ""
     return Position(text, stack, waits_in, node)
@@ -168,20 +152,17 @@ def here() -> Position:
 
 def answer() -> None:
     """Say where this rank is if another has asked."""
-    global _answered
     store = distributed.store()
-    while store.check([ASKED.format(_answered + 1)]):
-        _answered += 1
-        place = PLACE.format(_answered, distributed.rank())
-        store.set(place, json.dumps(here()))
+    while store.check([ASKED.format(asking.answered + 1)]):
+        asking.answered += 1
+        key = ANSWER.format(asking.answered, distributed.rank())
+        store.set(key, json.dumps(here()))
 
 
 def answer_person() -> None:
-    """On rank 0 print where all ranks are if a person asks."""
-    if not _folder or not distributed.is_rank_zero():
-        return
-    question = _folder / QUESTION
-    if question.exists():
+    """Print where all ranks are if a person asks, on the rank that knows where they do."""
+    question = asking.question
+    if question and question.exists():
         question.unlink(missing_ok=True)
         show("asked where all ranks are:")
 
@@ -189,13 +170,13 @@ def answer_person() -> None:
 def show(title: str, seconds: float = ANSWER_SECONDS, is_hang: bool = False) -> None:
     """Print where all ranks are, after at most `seconds`; unless another rank is about to."""
     store = distributed.store()
-    turn = _answered + 1
+    turn = asking.answered + 1
     me = str(distributed.rank())
     asker = store.compare_set(ASKED.format(turn), "", me).decode()
     answer()
     if asker != me:
         return
-    keys = [PLACE.format(turn, rank) for rank in range(distributed.world_size())]
+    keys = [ANSWER.format(turn, rank) for rank in range(distributed.world_size())]
     distributed.await_keys(keys, seconds)
     known = {}
     absent = []

@@ -14,8 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -87,8 +85,6 @@ Explainer = Callable[[Exception], str | UserError | None]
 # Of the script, set by one_line_errors alone; the watch thread explains with them, too.
 _explainers: list[Explainer] = []
 _over: dict[str, float] = {}  # since when the script is, and when that was said
-_status = 1  # with which this rank ends if it has to be ended; 0 once all is done
-_store_file: IO[bytes] | None = None  # of the first rank of a node, if the store is one
 # Of training, once it has begun. A global, because the error comes out of the whole run.
 _batch_size: int | None = None
 
@@ -113,13 +109,14 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     _explainers[:] = explainers
     threading.excepthook = workers.on_thread_error
     own_pid = os.getpid()
-    global _status
     try:
+        # In a thread: an error of another rank, or of a worker, has to end this one also
+        # while the main thread waits in a collective, where no Python runs.
         watch.thread.add_duty(follow_others)
         watch.thread.add_duty(_follow_workers)
         watch.thread.add_duty(_follow_end)
         yield
-        _status = 0
+        process.End.status = 0
         process.remove_files()
     except BaseException as error:
         if os.getpid() != own_pid:  # in a child that the block has forked
@@ -141,7 +138,8 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
             ending.exit_as_first(1)
         if environment.has_other_nodes():
             print_error(f"{environment.own_rank()}:")
-        atexit.register(ending.exit_as_first, 1)  # after the traceback
+        # After Python has printed the traceback: its own exit could wait for others.
+        atexit.register(ending.exit_as_first, 1)
         raise
 
 
@@ -169,7 +167,7 @@ def _end_if_known(error: Exception) -> None:
         ending.report_and_exit(str(line), MISTAKE)
 
 
-def _follow_workers(_: list[int]) -> None:
+def _follow_workers() -> None:
     """End this rank once one of its loader workers has died, which the main thread may not see.
 
     It may be in a collective, and what torch raises in it may be swallowed.
@@ -181,45 +179,7 @@ def _follow_workers(_: list[int]) -> None:
             _end_if_known(fault)
 
 
-def keep_store() -> None:
-    """Write the store's file anew if it is gone: programs clean TMPDIR of what is days old."""
-    global _store_file
-    store = distributed.store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    # Windows removes no file that is open
-    is_file = isinstance(store, dist.FileStore) and sys.platform != "win32"
-    if not is_file or distributed.local_rank():
-        return
-    path = Path(store.path)  # type: ignore[attr-defined]
-    if not _store_file:
-        _store_file = path.open("rb")  # it can be read when it has been removed
-    added = b""
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(path.stat(), os.fstat(_store_file.fileno())):
-            return
-        added = path.read_bytes()  # by another rank, meanwhile
-    try:
-        with contextlib.suppress(FileExistsError):
-            path.parent.mkdir(0o700)
-        if path.parent.lstat().st_uid != os.getuid():  # who else could change the file
-            raise PermissionError(errno.EPERM, "another user has made its folder")
-        _store_file.seek(0)
-        whole = path.with_name("whole")
-        whole.write_bytes(_store_file.read() + added)
-        whole.rename(path)
-        _store_file = path.open("rb")
-    except OSError as error:
-        print_error(
-            f"{path}, through which the ranks agree, is lost ({error.strerror})"
-        )
-        process.exit_now(1)
-    distributed.print0(
-        f"{path} had been removed and is written anew: what cleans TMPDIR?"
-    )
-
-
-def _follow_end(_: list[int]) -> None:
+def _follow_end() -> None:
     """Name this rank once its script has ended and it has not; end it after --dist-timeout."""
     if threading.main_thread().is_alive():
         return
@@ -227,7 +187,7 @@ def _follow_end(_: list[int]) -> None:
     seconds = distributed.timeout()
     waited = now - _over.setdefault("since", now)
     if waited > seconds:
-        process.exit_now(_status)
+        process.exit_now(process.End.status)
     if waited > min(NOTICE_SECONDS, seconds / 2) and "said" not in _over:
         _over["said"] = now
         names = [t.name for t in threading.enumerate() if t.is_alive() and not t.daemon]
@@ -246,24 +206,22 @@ class Lateness:
     """
 
     def __init__(self) -> None:
-        self.place = 0, 0  # of the main thread at the last look
-        self.read_at = 0.0  # when torch's records are read next
-        self.waits_in = ""  # what they said of the place
+        self.at = 0, 0  # where the main thread was at the last look
+        self.read_at = 0.0  # when torch's records are read next, which takes 0.1 s
+        self.waits_in = ""  # what they have said since it was there
         self.since = 0.0  # when they first did
 
     def end_if_late(self) -> None:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        place = id(frame), frame.f_lasti
+        at = id(frame), frame.f_lasti
         now = time.monotonic()
-        # To read all records takes 0.1 s: not while the main thread is at work.
-        is_moving = place != self.place
-        if not is_moving and now < self.read_at:
+        if at != self.at:
+            self.at = at
+            self.waits_in = ""
+        if now < self.read_at:
             return
-        self.place = place
         self.read_at = now + min(distributed.timeout(), protocol.LATE_SECONDS) / 10
-        waits_in = ""
-        if not is_moving:
-            waits_in = explaining.find_waiting(explaining.collectives())
+        waits_in = explaining.find_waiting(explaining.collectives())
         if not waits_in or waits_in != self.waits_in:
             self.waits_in = waits_in
             self.since = now
@@ -274,11 +232,10 @@ class Lateness:
 _lateness = Lateness()
 
 
-def follow_others(_: list[int]) -> None:
+def follow_others() -> None:
     """End this rank once another has failed; say where it is if one or a person asks."""
     if not distributed.has_met():
         return
-    keep_store()
     try:
         status = ending.status_of_failure()
         is_held = distributed.any_debugged() or process.End.is_leaving
@@ -300,12 +257,12 @@ def follow_others(_: list[int]) -> None:
 
 def _lost_rank(error: Exception) -> str | None:
     """Return a line if a collective failed because another rank died or hangs."""
-    found = BROKEN.search(str(error))
+    broken = BROKEN.search(str(error))
     by_gloo = re.search("gloo/transport|caused pair closure", str(error))
     by_group = by_gloo or isinstance(error, dist.DistError)
-    if not (found and by_group and distributed.is_set_up()):
+    if not (broken and by_group and distributed.is_set_up()):
         return None
-    is_late = found[0].lower().startswith("time")
+    is_late = broken[0].lower().startswith("time")
     if not is_late:
         # Another one may have timed out, and so left: let it say so first.
         time.sleep(POLL_SECONDS)
@@ -328,12 +285,11 @@ def _of_others(is_late: bool) -> str:
         if not (
             ending.status_of_failure() or distributed.store().check([protocol.STOP])
         ):
-            is_new = not explaining.answered()  # before training no hang is shown
+            is_new = not explaining.asking.answered  # before training no hang is shown
             if is_late and is_new and distributed.is_joined():
                 explaining.show(f"{line}:")
-            for state in distributed.states(range(distributed.world_size())):
-                if "has ended" in state:
-                    line += f": {state}"
+            gone = distributed.ended(range(distributed.world_size()))
+            line = ": ".join([line, *gone])
     except dist.DistError:
         line = lost_store()
     # Not longer: a debugger may hold the error.
@@ -359,11 +315,11 @@ def _of_torch(error: Exception) -> UserError | str | None:
     """Return a line for a mistake that torch explains badly."""
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
-        return _unused(error, text)
-    found = re.search(r"Unable to find (?:address|interface) for: \[?([^\s\]]+)", text)
-    if found:
+        return _unused(error)
+    name = re.search(r"Unable to find (?:address|interface) for: \[?([^\s\]]+)", text)
+    if name:
         return UserError(
-            f"gloo finds no network interface {found[1]}: bring up the loopback (ip link set lo "
+            f"gloo finds no network interface {name[1]}: bring up the loopback (ip link set lo "
             "up), which a sandbox may lack, or name an interface in GLOO_SOCKET_IFNAME"
         )
     if "Gloo connectFullMesh failed" in text:
@@ -378,15 +334,15 @@ def _of_torch(error: Exception) -> UserError | str | None:
     return None
 
 
-def _unused(error: Exception, text: str) -> UserError:
+def _unused(error: Exception) -> UserError:
     """Name the weights to which the last backward pass has brought no gradient."""
     names: list[str] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         caller = frame.f_locals.get("self")
         if isinstance(caller, DistributedDataParallel):
             names = replicas.trained_names(caller)
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-    numbers = found[1].split() if found else []
+    said = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    numbers = said[1].split() if said else []
     unused = [names[int(n)] for n in numbers if int(n) < len(names)]
     return UserError(
         f"{shorten(unused) or 'some weights'}: no gradient, because the loss does not depend on "
@@ -400,10 +356,7 @@ def _of_memory(error: Exception) -> UserError | None:
     text = str(error)
     is_of_python = isinstance(error, MemoryError)
     is_said = re.search("out of memory|alloc_cpu", text)
-    is_of_torch = isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and is_said
-    )
-    if not is_of_python and not is_of_torch:
+    if not is_of_python and not (is_said and isinstance(error, RuntimeError)):
         return None
     on_host = is_of_python or re.search("alloc_cpu|in pin memory", text)
     asked = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)

@@ -14,37 +14,28 @@ from ddpkit.ranks import children, debugger, process, protocol, watch
 
 def install_handlers() -> None:
     """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
+    # First of all, as the next file would get the number of a closed stream.
     guard_streams()
     line = no_torch()
     if line:
         print_error(line)
         sys.exit(protocol.MISTAKE)
-    process.be_quiet()
+    process.be_quiet()  # before torch is imported, which reads its variables then
     if not sys.stderr:  # it is closed
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.enable(sys.__stderr__ or sys.stderr)
+    # Exit handlers run in reverse: signals count no longer, then the workers are killed.
     children.end_workers_at_exit()
     atexit.register(process.ignore_signals)
     if process.by_torchrun():
+        # torchrun does not say its number; it is the parent.
         launcher = int(os.environ.get(protocol.LAUNCHER, os.getppid()))
-        if not process.end_with(signal.SIGTERM, launcher) and sys.platform != "linux":
-            _look_after(launcher)
+        watch.end_with(signal.SIGTERM, launcher)
     is_first = process.by_plain_torchrun() and os.environ["RANK"] == "0"
     if is_first and "--help" not in sys.argv:
         print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)
     if process.is_debugged():
         debugger.follow()
-
-
-def _look_after(launcher: int) -> None:
-    """Have this rank get SIGTERM once its launcher has ended: the kernel does not see to it."""
-
-    def follow_launcher(_: list[int]) -> None:
-        if not process.is_running(launcher):
-            watch.thread.duties.remove(follow_launcher)
-            signal.raise_signal(signal.SIGTERM)
-
-    watch.thread.add_duty(follow_launcher)
 
 
 def note_start() -> None:
@@ -59,7 +50,7 @@ def note_start() -> None:
             watch.thread.add_duty(_take_request)
 
 
-def _take_request(_: list[int]) -> None:
+def _take_request() -> None:
     """Raise the signal that launch.py has written, if it has."""
     request = Path(f"{process.End.silent}{protocol.REQUEST}")
     # ValueError: it is at it

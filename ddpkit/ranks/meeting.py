@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ddpkit import files
 from ddpkit.errors import UserError, print_line, shorten
 from ddpkit.ranks import environment, protocol
 
@@ -52,7 +53,7 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == str(size) and not by_agent
     path = os.environ.get(protocol.STORE) or _torchruns_file()
     if path:
-        store: dist.Store = dist.FileStore(path)
+        store: dist.Store = dist.FileStore(_by_handle(path))
     elif rank == 0 and not by_agent:
         store = _hold(port, is_local, timeout)
     else:
@@ -78,13 +79,24 @@ def _torchruns_file() -> str:
     return ""
 
 
+def _by_handle(path: str) -> str:
+    """Open a file for as long as this process lives, and return a name of it as it is open.
+
+    So the ranks meet in it also when a program has cleaned TMPDIR of what is days old.
+    """
+    if sys.platform == "win32":  # which removes no file that is in use
+        return path
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    return str(files.name_of(handle, Path(path)))
+
+
 def _hold(port: int, is_local: bool, timeout: timedelta) -> dist.Store:
     """Return a store of this process's; if it is local, other machines cannot reach it."""
     six = socket.has_dualstack_ipv6() and not is_local
     family = socket.AF_INET6 if six else socket.AF_INET
-    place = LOOPBACK if is_local else "", port
+    address = LOOPBACK if is_local else "", port
     try:
-        server = socket.create_server(place, family=family, dualstack_ipv6=six)
+        server = socket.create_server(address, family=family, dualstack_ipv6=six)
     except OSError as error:
         raise UserError(
             f"MASTER_PORT={port} is in use or closed ({error.strerror}): use another one "
@@ -126,11 +138,11 @@ def join(
 
     Raises a UserError, the same in all, if they do not fit or are not there within `timeout`.
     """
-    note = {"id": uuid.uuid4().hex, "place": environment.node(), **note}
+    note = {"id": uuid.uuid4().hex, "node": environment.node(), **note}
     keys = [f"rank {number}" for number in range(size)]
-    fault = _leave_note(store, rank, size, note)
-    if not fault:
-        fault = _await_notes(store, rank, keys, timeout.total_seconds())
+    fault = _leave_note(store, rank, size, note) or _await_notes(
+        store, rank, keys, timeout.total_seconds()
+    )
     if fault:
         store.compare_set("met", "", json.dumps({"fault": fault}))
     elif rank == 0 and store.check(keys):
@@ -152,12 +164,12 @@ def _leave_note(store: dist.Store, rank: int, size: int, note: dict) -> str:
     other_size, other = store.compare_set("size", "", f"{size} {rank}").decode().split()
     if other_size != str(size):
         return f"WORLD_SIZE is {size} for rank {rank}, {other_size} for rank {other}"
-    found = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(note)))
-    if found["id"] == note["id"]:
+    kept = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(note)))
+    if kept["id"] == note["id"]:
         return ""
-    places = ", ".join(sorted({found["place"], note["place"]}))
+    nodes = ", ".join(sorted({kept["node"], note["node"]}))
     return (
-        f"RANK={rank} is there twice ({places}): give each its own, and each run a port"
+        f"RANK={rank} is there twice ({nodes}): give each its own, and each run a port"
     )
 
 
@@ -177,6 +189,6 @@ def _missing(store: dist.Store, keys: list[str]) -> str:
     """Return which ranks have left no note, and on which nodes the others are."""
     there = [key for key in keys if store.check([key])]
     missing = shorten([key.split()[1] for key in keys if key not in there])
-    places = dict.fromkeys(json.loads(store.get(key))["place"] for key in there)
-    here = f"; here: {shorten(list(places))}" if places else ""
+    nodes = dict.fromkeys(json.loads(store.get(key))["node"] for key in there)
+    here = f"; here: {shorten(list(nodes))}" if nodes else ""
     return f"rank {missing} of {len(keys)} (WORLD_SIZE={len(keys)}){here}"

@@ -33,6 +33,7 @@ _sockets: dict[int, str] = {}
 class End:
     """What the threads of this process know of its end."""
 
+    status = 1  # with which this rank ends if it has to be ended; 0 once all is done
     is_leaving = False  # the main thread ends this rank
     error: BaseException | None = None  # for which it does
     # The file that launch.sh finds if this rank ends without a word
@@ -164,12 +165,15 @@ def exit_now(status: int) -> NoReturn:
     remove_files()
     if threading.current_thread() is threading.main_thread():
         begin_to_leave()
+    # By SIGKILL: torchrun would first wait for ranks that a debugger holds.
     if os.environ.get(DEBUGGED_LAUNCHER) == str(os.getppid()):
         os.kill(os.getppid(), KILL)
     # At last: in the main thread torch raises an error for a worker that has ended.
     for child in multiprocessing.active_children():
         # one that hangs, or holds SIGTERM back; what a person has started may clean up
         child.kill() if child.daemon else child.terminate()
+    # Not sys.exit: it ends this thread alone, and exit handlers, destructors of C++ and
+    # threads of nccl would wait for ranks that are not there any more.
     os._exit(status)
 
 
@@ -184,6 +188,7 @@ def begin_to_leave(error: BaseException | None = None) -> None:
     """Call it in the main thread: from here on workers may end, and torch's handler not raise."""
     End.is_leaving = True
     End.error = error
+    # torch's handler raises an error in the main thread once a worker has ended.
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 

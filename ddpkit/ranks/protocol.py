@@ -3,14 +3,13 @@
     launch.sh -> launch.py: checks its environment, starts the ranks, passes signals on to them
     rank: handlers.install_handlers: it ends with its launcher; then it imports torch
           failures.one_line_errors: starts its one thread, "watch"; errors come out of here
-          distributed.setup: takes a device, meets the others at the store, joins the group
+          distributed.rendezvous: takes a device, meets the others at the store
           stopping.on_signals: from here on a signal no longer ends it but stops all
     every POLL_SECONDS the thread looks, in this order, for
           the debugger or the launcher that has gone (F5) -> exits at once
-          the store's file, which somebody has removed -> writes it anew
           ERROR: the first rank that fails leaves it -> the others exit silently with its status
           a collective of GPUs that takes --dist-timeout -> ERROR
-          ASKED: a rank asks where all are, for itself or a person -> this one leaves its PLACE
+          ASKED: a rank asks where all are, for itself or a person -> this one leaves its ANSWER
           a loader worker that has died, if the main thread does not say it -> ERROR, as that would
           a main thread without progress -> asks; who has asked prints one block
           a signal -> writes STOP; STOP -> this rank's STEP; all go on to the latest step,
@@ -63,7 +62,7 @@ STEP = "stop/{}"  # the step in which a rank saw STOP (that rank; all)
 ERROR = "error"
 # the n-th question where all are: the rank that asks (that rank; all)
 ASKED = "where/{}"
-PLACE = "where/{}/{}"  # the n-th answer of a rank (that rank; who asks)
+ANSWER = "where/{}/{}"  # the n-th answer of a rank (that rank; who asks)
 # "<node> <process_space()> <process id>" (that rank; who has to name it)
 PROCESS = "process/{}"
 # a debugger is attached (that rank; those that VS Code attaches to next)

@@ -22,6 +22,8 @@ _trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 _called: WeakSet[nn.Module] = WeakSet()  # of these, since the last optimizer step
 # What averages gradients over the ranks
 REPLICATED = DistributedDataParallel, VirtualRanks
+# By the bytes of each
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Wrappers of Fabric and accelerate, by class, and where each has what it wraps
 WRAPPERS = {
     "_FabricModule": "_original_module",
@@ -218,21 +220,27 @@ def check_same(
     weights: dict[str, Tensor], buffers: Mapping[str, Tensor] = MappingProxyType({})
 ) -> None:
     """Raise a UserError unless `weights` are equal, and `buffers` can be made so."""
-    sums = []
-    for each in weights.values():
-        # Sums of bytes are exact in any order, so they cannot differ by rounding.
-        values = each.resolve_conj().resolve_neg().contiguous().flatten()
-        sums.append(values.view(torch.uint8).sum(dtype=torch.int64))
-    numbers = []
-    if sums:  # read from the device at once
-        numbers = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
-    name = _find_unlike({**weights, **buffers}, numbers)
+    name = _find_unlike({**weights, **buffers}, bit_sums(weights.values()))
     if name:
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not through model; after "
             "unfreezing weights wrap again, as DDP keeps to those it started with; "
             "and change weights in the same way on all ranks"
         )
+
+
+def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the sum of the bits of each, as integers; reads the device once."""
+    sums: list[Tensor] = []
+    for each in tensors:
+        # Of the size of its numbers, so that they are few. Exact in any order, so they
+        # cannot differ by rounding.
+        kind = INTEGERS.get(each.element_size(), torch.uint8)
+        values = each.detach().resolve_conj().resolve_neg().flatten()
+        sums.append(values.view(kind).sum(dtype=torch.int64))
+    if not sums:
+        return []
+    return torch.stack([each.to(sums[0].device) for each in sums]).tolist()
 
 
 def _find_unlike(tensors: dict[str, Tensor], sums: Iterable[int] = ()) -> str:

@@ -57,17 +57,14 @@ class Stopper:
         self.agreed = threading.Event()  # set once all have answered
         self.last_step = 0  # the latest of their answers
 
-    def __call__(self, signals: list[int]) -> None:
+    def __call__(self) -> None:
         try:
             self.check_hang()
-            for signum in signals:
+            for signum in watch.thread.signals:
                 if signum in STOP_SIGNALS:
                     self.request_stop(signum)
-            is_late = time.monotonic() > self.answered + self.grace
-            if self.answered and is_late and self.kept:
-                self.stop_beside()
-            if self.answered and not self.is_stopping:
-                self.await_answers()
+            if self.answered:
+                self.follow_stop()
             elif not self.is_stopping and self.store.check([STOP]):
                 self.answer_stop()
         except dist.DistError:
@@ -102,11 +99,18 @@ class Stopper:
         self.status = 128 + signal.Signals[self.store.get(STOP).decode()]
         distributed.print0("stop requested: finishing this step, then saving")
 
-    def await_answers(self) -> None:
-        if self.agreed.is_set():
+    def follow_stop(self) -> None:
+        """Wait for all to answer, and then for the main thread to leave."""
+        waited = time.monotonic() - self.answered
+        if waited > self.grace and self.kept:  # it does something long, after all steps
+            distributed.print0(
+                f"stopped {self.grace:g} s after the signal, in what follows the steps of an "
+                f"epoch; saved at {self.kept}; the same command goes on"
+            )
+            process.exit_now(STOPPED)
+        if self.is_stopping or self.agreed.is_set():
             return
         answers = [STEP.format(rank) for rank in range(distributed.world_size())]
-        waited = time.monotonic() - self.answered
         if self.store.check(answers):
             self.last_step = max(map(int, self.store.multi_get(answers)))
             self.agreed.set()
@@ -123,23 +127,17 @@ class Stopper:
                 line = f"waiting up to {self.grace:g} s for an answer: {states}"
                 print_line(line, sys.stderr)
 
-    def stop_beside(self) -> None:
-        """Exit though the main thread does something long: all its steps are saved."""
-        distributed.print0(
-            f"stopped {self.grace:g} s after the signal, in what follows the steps of an epoch; "
-            f"saved at {self.kept}; the same command goes on"
-        )
-        process.exit_now(STOPPED)
-
     def check_hang(self) -> None:
         """Print where all ranks are, if the main thread has had no heartbeat for too long."""
         now = time.monotonic()
         if self.heartbeat != self.last_heartbeat:
             self.last_heartbeat = self.heartbeat
             self.seen = now
-            self.questions = explaining.answered()
+            self.questions = explaining.asking.answered
             return
-        is_shown = explaining.answered() > self.questions  # by this rank or another
+        is_shown = (
+            explaining.asking.answered > self.questions
+        )  # by this rank or another
         if now - self.seen > self.hang_seconds and not is_shown:
             left = distributed.timeout() - self.hang_seconds
             seconds = min(0.6 * left, ANSWER_SECONDS)
@@ -161,9 +159,11 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
         yield
         return
     stopper = _stopper = Stopper()
-    explaining.name_position(position)
+    explaining.asking.position = position
     watch.thread.add_duty(failures.follow_others)
     watch.thread.add_duty(stopper)
+    # The socket before the handlers: a signal that comes between them ends the process,
+    # as before; the other way round it would be lost.
     taken_from = signal.set_wakeup_fd(
         watch.thread.wakeup.fileno(), warn_on_full_buffer=False
     )
@@ -176,9 +176,10 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
         yield
         is_done = True
     finally:
+        # In reverse; first the main thread, which then no longer waits for the other one.
         _stopper = None
         if is_done:
-            explaining.name_position(str)  # what follows is in no epoch
+            explaining.asking.position = str  # what follows is in no epoch
         watch.thread.remove_duty(stopper)
         signal.set_wakeup_fd(taken_from)
         is_last = is_done and process.is_script()
@@ -190,7 +191,7 @@ def _exit_soon(*_: object) -> None:
     """After the training: exit unless what follows it ends by itself in a few seconds."""
     deadline = time.monotonic() + protocol.END_SECONDS
 
-    def exit_late(_: list[int]) -> None:
+    def exit_late() -> None:
         if time.monotonic() > deadline:
             process.exit_now(STOPPED)
 
@@ -206,6 +207,7 @@ def end_step() -> None:
         if not _stopper.answered:
             _stopper.step += 1
             return
+    # This rank has said in which step it is: the others may be ahead, and it catches up.
     _stopper.agreed.wait()
     if _stopper.step >= _stopper.last_step:
         _stopper.is_stopping = True

@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 from ddpkit.errors import print_line
 from ddpkit.ranks import process, protocol
+from ddpkit.ranks.protocol import KILL
 
-Duty = Callable[[list[int]], object]  # is given the signals that have come
+Duty = Callable[[], object]
 
 
 class Watch(threading.Thread):
@@ -25,16 +26,17 @@ class Watch(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="watch", daemon=True)
         self.duties: list[Duty] = []
+        self.signals: list[int] = []  # that have come since the last look
         self.lock = threading.Lock()  # held while it does them
         self.is_over = False
 
     def run(self) -> None:
         while not self.is_over:
-            signals = self.wait_for_signals(protocol.POLL_SECONDS)
+            self.signals = self.wait_for_signals(protocol.POLL_SECONDS)
             with self.lock:
                 try:
                     for duty in self.duties.copy():
-                        duty(signals)
+                        duty()
                 except Exception:  # without it nobody could stop this rank
                     print_line(traceback.format_exc(), sys.stderr)
                     process.exit_now(1)
@@ -63,6 +65,24 @@ class Watch(threading.Thread):
 
 
 thread = Watch()  # of this process: `watch.thread` is another one in a child
+
+
+def end_with(signum: int, parent: int) -> None:
+    """Have this process get `signum` once process `parent` has ended.
+
+    From the kernel, if it can: then also where a hang holds Python. Else the thread looks.
+    """
+
+    def follow_parent() -> None:
+        if process.is_running(parent):
+            return
+        thread.duties.remove(follow_parent)
+        if signum == KILL:
+            os.kill(os.getpid(), KILL)
+        signal.raise_signal(signum)  # Windows has no other way to the handler
+
+    if not process.end_with(signum, parent):
+        thread.add_duty(follow_parent)
 
 
 @atexit.register  # at once: it looks on at the exit handlers that follow

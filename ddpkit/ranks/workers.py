@@ -89,10 +89,10 @@ def worker_context(count: int) -> BaseContext | None:
     """
     if not count or sys.platform != "linux":
         return None
-    found = copy.copy(FORKS)
-    found.Process = Worker
-    found.Queue = functools.partial(Queue, ctx=found)
-    return found
+    context = copy.copy(FORKS)
+    context.Process = Worker
+    context.Queue = functools.partial(Queue, ctx=context)
+    return context
 
 
 def on_thread_error(failure: threading.ExceptHookArgs) -> None:

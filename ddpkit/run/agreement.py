@@ -40,9 +40,9 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
         mine[name] = f"{name} with checksum {checksum:08x}"
     ranks = distributed.gather_objects((environment.own_rank(), mine))
     first, expected = ranks[0]
-    for rank, found in ranks:
+    for rank, its in ranks:
         for name, here in expected.items():
-            there = found.get(name, here)  # of files those that both have imported
+            there = its.get(name, here)  # of files those that both have imported
             if there != here:
                 line = f"{rank} has {there}, {first} has {here}"
                 raise UserError(
@@ -54,14 +54,12 @@ def code() -> dict[str, int]:
     """Return a checksum of each file that is imported of the project, and one of ddpkit."""
     root = process.project()
     names = {each.name for each in root.iterdir() if each.is_file()}
-    found = {}
+    sums = {}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "")
-        if path.name not in names:  # most are not: to resolve them all takes long
-            continue
-        path = path.resolve()
-        if path.parent == root:
-            found[path.name] = zlib.crc32(path.read_bytes())
+        # most are of libraries: to resolve them all takes long
+        if path.name in names and path.resolve().parent == root:
+            sums[path.name] = zlib.crc32(path.read_bytes())
     library = sorted(FOLDER.rglob("*.py"))
-    found["ddpkit"] = zlib.crc32(b"".join(path.read_bytes() for path in library))
-    return found
+    sums["ddpkit"] = zlib.crc32(b"".join(path.read_bytes() for path in library))
+    return sums

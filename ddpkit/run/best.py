@@ -10,31 +10,37 @@ from ddpkit.run.states import State
 
 
 class Best:
-    """The score by which best.pt is chosen, and the best one so far.
+    """The score by which best.pt is chosen, and the best one so far; of a run in `folder`.
 
     best: its name; or several, of which the first one that there is counts; after a name there may
-        be "max" or "min". images: the fingerprint of those that it is worked out on. state: the
-        checkpoint from which the run goes on, or an empty one.
+        be "max" or "min". images: the fingerprint of those that it is worked out on.
 
     name: of the score. is_higher: whether a higher one is better; None: not known before it is
     worked out. score, epoch: of the best.
     """
 
     def __init__(
-        self, best: str | Sequence[str], images: str, folder: RunFolder, state: State
+        self, best: str | Sequence[str], images: str, folder: RunFolder
     ) -> None:
         self.directions = parse_best(best)
         self.images = images
         self.folder = folder
-        names = list(self.directions)
-        history = state.get("history")
-        if history:
-            names = [name for name in names if name in history[-1]] or names
-        self.name = names[0]
-        self.is_higher = self._direction_so_far(state)
+        state = folder.state or {}
+        row = (state.get("history") or [{}])[-1]
+        names = [name for name in self.directions if name in row]
+        self.name = next(iter(names or self.directions))
+        self.is_higher = self.directions[self.name]
+        then = state.get("best_by", ["", None])  # of an earlier process
+        if self.is_higher is None and then[0] == self.name:
+            self.is_higher = then[1]
+        if self.is_higher is None:
+            self.is_higher = higher_is_better(self.name)
         self.score = -math.inf
         self.epoch = state.get("epoch", 0)
-        self.until = -1.0  # the last epoch whose best.pt counts
+        self.searched_for = ""  # which `of` best.pt was looked at for
+        # Killed before its first last.pt with a score, a run does not know yet which one it has.
+        if row:
+            self._search(self.epoch)
 
     @property
     def of(self) -> str:
@@ -49,28 +55,11 @@ class Best:
             "best_by": [self.name, self.is_higher],
         }
 
-    def begin(self, state: State, epoch: int) -> None:
-        """Take the score of best.pt in the folder after `epoch` epochs, if it counts."""
-        if state and self.folder.contains(state["path"]):
-            # After going back to an earlier checkpoint a best.pt of later epochs does not count.
-            is_back = state["path"] == self.folder.resume
-            self.until = epoch if is_back else math.inf
-        # Killed before its first last.pt with a score, a run does not know yet which one it has.
-        if state.get("history") or self.until < math.inf:
-            self.find_in_folder(epoch)
-
-    def find_in_folder(self, epoch: int) -> None:
-        """Take the score of best.pt, if that is the best of this name on these images."""
-        found = distributed.from_rank_zero(self.folder.best_score, self.of, self.until)
-        worst = math.inf if self.is_higher is False else -math.inf
-        self.score, self.epoch = found or (worst, epoch)
-
-    def choose(self, row: Mapping, epoch: int, is_first: bool) -> None:
+    def choose(self, row: Mapping, epoch: int) -> None:
         """Take from rank 0's row by which score best.pt is chosen."""
-        before = self.of
         self.name, self.is_higher = distributed.from_rank_zero(self._chosen, row)
-        if is_first or self.of != before:
-            self.find_in_folder(epoch)
+        if self.of != self.searched_for:
+            self._search(epoch)
 
     def take(self, score: float, epoch: int) -> bool:
         """Return whether the score of a finished epoch is the best so far."""
@@ -82,20 +71,20 @@ class Best:
             self.epoch = epoch
         return is_best
 
-    def _direction_so_far(self, state: State) -> bool | None:
-        said = self.directions[self.name]
-        found = state.get("best_by")  # by an earlier process
-        if said is None and found in ([self.name, True], [self.name, False]):
-            return found[1]
-        return higher_is_better(self.name) if said is None else said
+    def _search(self, epoch: int) -> None:
+        """Take the score of best.pt, if that is the best of this name on these images."""
+        best = distributed.await_rank_zero(self.folder.best_score, self.of)
+        worst = math.inf if self.is_higher is False else -math.inf
+        self.score, self.epoch = best or (worst, epoch)
+        self.searched_for = self.of
 
     def _chosen(self, row: Mapping) -> tuple[str, bool]:
         """Return the name of the score in a row, and whether a higher one is better."""
-        found = [name for name in self.directions if name in row]
-        if not found:
+        names = [name for name in self.directions if name in row]
+        if not names:
             given = " or ".join(self.directions)
             raise UserError(f"BEST of model.py is {given}: use one of {', '.join(row)}")
-        name = found[0]
+        name = names[0]
         is_higher = self.directions[name]
         if is_higher is None:
             is_higher = higher_is_better(name, row[name])
@@ -112,15 +101,15 @@ def parse_best(best: str | Sequence[str]) -> dict[str, bool | None]:
 
     It is one name, or several; after a name there may be "max" or "min".
     """
-    found: dict[str, bool | None] = {}
+    directions: dict[str, bool | None] = {}
     name = ""
     for word in [best] if isinstance(best, str) else best:
         if name and word in ("max", "min"):
-            found[name] = word == "max"
+            directions[name] = word == "max"
         else:
             name = word
-            found[name] = None
-    return found
+            directions[name] = None
+    return directions
 
 
 def higher_is_better(name: str, value: object = None) -> bool | None:

@@ -1,5 +1,6 @@
 """Checkpoints: files of plain types that `torch.load(path, weights_only=True)` reads."""
 
+import contextlib
 import errno
 import math
 import os
@@ -7,8 +8,7 @@ import pickle
 import re
 import stat
 import zipfile
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from ddpkit import files
 from ddpkit.data.format import Format
-from ddpkit.errors import DiskError, LineError, UserError, clip, shorten
+from ddpkit.errors import DiskError, LineError, UserError, shorten
 from ddpkit.run import states
 from ddpkit.run.flags import OF_A_START
-from ddpkit.run.states import MISFITS, PLAIN, State
+from ddpkit.run.states import PLAIN, State
 
-ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
-
+ANOTHER = "use the model.py, and the flags, of its run"
 OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
 # As torch says it
 NO_MEMORY = re.compile("bad_?alloc|alloc_cpu|can't allocate memory|out of memory", re.I)
@@ -75,6 +74,14 @@ def write_file(path: Path, state: State) -> None:
     files.sync(path)  # a disk may say only now that it is full
 
 
+@contextlib.contextmanager
+def writing(path: Path, state: State) -> Iterator[None]:
+    """Save `state` as `path`, whole or not at all; the block comes before it has that name."""
+    with files.writing(path) as tmp_path:
+        files.retried(path, write_file, tmp_path, state)
+        yield
+
+
 def said_by_disk(error: Exception) -> BaseException:
     """Return the OSError that an error of another library hides, if it does."""
     inner = error.__context__
@@ -105,19 +112,7 @@ def read(
 ) -> State:
     """Return the checkpoint at `path`, tensors on the CPU."""
     state = read_file(path)
-    missing = sorted({*keys, "channels"} - state.keys())
-    if missing:
-        raise Foreign(
-            f"{path}: not a checkpoint of this project ({', '.join(missing)} missing): use "
-            "last.pt, best.pt, or a copy of one of them"
-        )
-    for name in sorted(KINDS.keys() & state.keys()):
-        if not is_possible(name, state[name]):
-            value = f"{name} is {state[name]!r:.60}"
-            raise Foreign(f"{path}: not a checkpoint of this project ({value})")
-    if state.get("seen", 0) > state.get("images", math.inf):
-        line = f"{state['seen']} images seen of {state['images']}"
-        raise Foreign(f"{path}: not a checkpoint of this project ({line})")
+    check_entries(path, state, {*keys, "channels"}, KINDS)
     unknown = state["format"].keys() - Format.__dataclass_fields__.keys()
     if unknown:
         names = [str(name) for name in unknown]
@@ -125,13 +120,34 @@ def read(
     return {**state, "path": str(path)}
 
 
-def is_possible(name: str, value: object) -> bool:
+def check_entries(
+    path: Path | str,
+    state: State,
+    needed: Iterable[str],
+    kinds: Mapping[str, Any],
+    whose: str = "this project",
+) -> None:
+    """Raise Foreign unless a checkpoint has what is `needed`, and all of it is of its kind."""
+    wrong = [f"no {name}" for name in sorted({*needed} - state.keys())]
+    for name in kinds.keys() & state.keys():
+        if not is_possible(name, state, kinds[name]):
+            wrong.append(f"{name} is {state[name]!r:.60}")
+    if wrong:
+        raise Foreign(
+            f"{path}: not a checkpoint of {whose} ({shorten(wrong)}): use last.pt, best.pt, or a "
+            "copy of one of them"
+        )
+
+
+def is_possible(name: str, state: State, kind: Any) -> bool:
     """Return whether it may be what a checkpoint holds by that name."""
-    kind = KINDS[name]
+    value = state[name]
     if not isinstance(value, kind):
         return False
     if kind is int:
-        return value >= (name == "global_batch")  # of 1 image or more; others of 0
+        least = 1 if name == "global_batch" else 0
+        most = state.get("images", value) if name == "seen" else value  # of an epoch
+        return least <= value <= most
     if name in OF_ROWS:
         return all(isinstance(row, OF_ROWS[name]) for row in value)
     return True
@@ -166,7 +182,7 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
 
     is_whole: an archive whose checksums are right.
     """
-    # EINVAL: a place before the beginning, as an archive may name that is cut short.
+    # EINVAL: an offset before the beginning, as an archive may have that is cut short.
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
         return files.failure(path, error, "read")
     said = getattr(error, "strerror", None) or str(error).strip()
@@ -198,8 +214,8 @@ def check_classes(
 def keep_weights(path: Path | str) -> str:
     """Return the flags that begin another run with the weights of the checkpoint at `path`."""
     best = Path(path).with_name("best.pt")
-    found = best if best.is_file() else path
-    return f"keep only its weights: --weights {found} --output-dir ANOTHER"
+    weights = best if best.is_file() else path
+    return f"keep only its weights: --weights {weights} --output-dir ANOTHER"
 
 
 def check_format(state: State, format: Format) -> None:
@@ -207,53 +223,50 @@ def check_format(state: State, format: Format) -> None:
     if "format" not in state:
         return
     then = Format(**state["format"])
-    for name in "channels", "value_range":
-        before, now = to_plain(getattr(then, name)), to_plain(getattr(format, name))
+    for name in ("channels", "value_range", "statistics"):
+        before = to_plain(getattr(then, name))
+        now = to_plain(getattr(format, name))
         if before != now:
-            line = f"{state['path']} was trained with {name} {before} in data.json, not {now}"
-            raise UserError(f"{line}: use the same data.json, or train anew with it")
-    if then.statistics != format.statistics:
-        raise UserError(
-            f"{state['path']} was trained with mean and std {then.statistics}, not "
-            f"{format.statistics}: correct data.json, or MEAN and STD in dataset.py, or train anew "
-            "with them"
-        )
+            raise UserError(
+                f"{state['path']} was trained with {name} {before}, not {now}: correct data.json, "
+                "or MEAN and STD in dataset.py, or train anew with them"
+            )
 
 
 def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Return the flags that have changed since a checkpoint, such as "--lr 0.1 (was 0.2)"."""
-    found = []
+    changed = []
     for name, value in to_plain(dict(now)).items():
         if name not in then or name in OF_A_START or is_alike(then[name], value):
             continue
         before = "not given" if then[name] is None else then[name]
-        found.append(f"--{name.replace('_', '-')} {value} (was {before})")
-    return ", ".join(found)
+        changed.append(f"--{name.replace('_', '-')} {value} (was {before})")
+    return ", ".join(changed)
 
 
 def is_alike(then: object, now: object) -> bool:
-    """Return whether a flag is as it was; of texts also if they are paths of the same place."""
+    """Return whether a flag is as it was; of texts also if they are paths of the same file."""
     if isinstance(then, str) and isinstance(now, str):
         return os.path.realpath(then) == os.path.realpath(now)
     return then == now
 
 
-def load_weights(model: nn.Module, state: State, remedy: str = "") -> None:
+def to_undo(state: State, classes: Sequence[str], flags: Mapping[str, object]) -> str:
+    """Return what to do if the checkpoint `state` does not fit, with the flags that have changed.
+
+    Raises a UserError if it is of other `classes` than those of the data.
+    """
+    path = state["path"]
+    check_classes(path, state["classes"], classes)
+    changed = changes(state["args"], flags)
+    such = f", such as {changed}" if changed else ""
+    return f"undo what has changed{such}, or {keep_weights(path)}"
+
+
+def load_weights(model: nn.Module, state: State, remedy: str = ANOTHER) -> None:
     """Copy the checkpoint's weights into `model`, or raise a UserError with the `remedy`."""
-    try:
+    with states.fitting(state["path"], "what model.py builds", remedy):
         states.load_module(model, state["model"])
-    except MISFITS as error:
-        heading, _, rest = str(error).partition("\n")  # of torch's
-        reason = clip(rest.partition("\n")[0] or heading, 200)
-        if {f"net.{name}" for name in model.state_dict()} == state["model"].keys():
-            remedy = (
-                "wrap the network in version 1's class Logits (docs/migration.md), or "
-                f"{keep_weights(state['path'])}"
-            )
-        line = f"{state['path']} does not fit what model.py builds"
-        if remedy:
-            line += f": {remedy}"
-        raise UserError(f"{line} ({reason})") from None
 
 
 def to_plain(value: object) -> Any:
@@ -262,9 +275,7 @@ def to_plain(value: object) -> Any:
         return {to_plain(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(to_plain, value))
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, np.generic):
+    if isinstance(value, Tensor | np.generic) and math.prod(value.shape) == 1:
         value = value.item()
     if isinstance(value, float):
         value = float(value)  # of a Score

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -137,11 +137,11 @@ class Parser(argparse.ArgumentParser):
     @staticmethod
     def fold(text: str | Sequence[int]) -> tuple[int, int]:
         """Convert 2/5, the second of five parts, to numbers."""
-        found = text.split("/") if isinstance(text, str) else text
+        words = text.split("/") if isinstance(text, str) else text
         with contextlib.suppress(ValueError):
-            part, parts = map(int, found)
-            if 1 <= part <= parts > 1:
-                return part, parts
+            number, count = map(int, words)
+            if 1 <= number <= count > 1:
+                return number, count
         raise ArgumentTypeError(
             f"{text}: expected N/K, the N-th of K parts, such as 2/5"
         )
@@ -149,17 +149,15 @@ class Parser(argparse.ArgumentParser):
     @staticmethod
     def ranks(text: str) -> tuple[list[int], int]:
         """Convert all, 0,3 or 0,3:5678 to ranks and the port of rank 0."""
-        some, _, port = text.partition(":")
-        port = port or str(DEBUG_PORT)
-        numbers = ["0"] if some == "all" else some.split(",")
-        are_numbers = all(each.isdecimal() for each in [port, *numbers])
-        if not are_numbers or not 0 < int(port) < 2**16:
+        match = re.fullmatch(r"(all|\d+(?:,\d+)*)(?::(\d*))?", text)
+        port = int(match[2] or DEBUG_PORT) if match else 0
+        if not match or not 0 < port < 2**16:
             raise ArgumentTypeError(
                 f"{text} is not a rank or a list of ranks, such as 0,3 or 0,3:5678"
             )
-        if some == "all":
-            return [ALL_RANKS], int(port)
-        return sorted({int(each) for each in numbers}), int(port)
+        if match[1] == "all":
+            return [ALL_RANKS], port
+        return sorted({int(each) for each in match[1].split(",")}), port
 
     def _hint(self, flag: str) -> str:
         known = self._option_string_actions
@@ -197,15 +195,6 @@ class Parser(argparse.ArgumentParser):
             return shlex.split(before_comment)
         except ValueError as error:  # a quote that is not closed
             self.error(f"@FILE, line {arg_line!r}: {error}")
-
-
-def task_of(flags: Collection[str]) -> str:
-    """Return the task all of whose own flags are among `flags`, by their names, or nothing."""
-    for task, names in OF_TASKS.items():
-        own = [name.removeprefix("--").replace("-", "_") for name in names.split()]
-        if all(name in flags for name in own):
-            return task
-    return ""
 
 
 def at_home(text: Any) -> Any:

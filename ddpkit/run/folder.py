@@ -6,6 +6,7 @@ damages the last one; `best.pt` has the best score. Rank 0 writes them, and all 
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from ddpkit.run.file_names import OWN_FILES, SAVES, remove_images
 from ddpkit.run.states import State
 
 Read = Callable[[Path | str], State]
+BEST = "best.pt"
+OLDER_BEST = "best-1.pt"
 
 
 class RunFolder:
@@ -54,8 +57,8 @@ class RunFolder:
         Raises a UserError if it cannot be read.
         """
         self._check_file()
-        path = self.resume if self.is_path else self.path / "best.pt"
-        if not self.is_path and "best.pt" not in self.names():
+        path = self.resume if self.is_path else self.path / BEST
+        if not self.is_path and BEST not in self.names():
             raise UserError(
                 f"{path}: no such file: train first, or name the --output-dir of a run"
             )
@@ -73,15 +76,15 @@ class RunFolder:
         with distributed.rank_zero_first():
             if distributed.is_rank_zero():
                 self._lock()
-                # asked of an earlier run
-                (self.path / protocol.QUESTION).unlink(missing_ok=True)
-            explaining.look_in(self.path)
+                question = self.path / protocol.QUESTION
+                question.unlink(missing_ok=True)  # asked of an earlier run
+                explaining.asking.question = question
             state = self._search()
         # Nodes that do not share a disk may have found different ones, or none.
         mine = (state["step"], self.contains(state["path"])) if state else (-1, False)
-        found = distributed.gather_objects(mine)
-        steps = [step for step, _ in found]
-        if not any(is_own for _, is_own in found):
+        ranks = distributed.gather_objects(mine)
+        steps = [step for step, _ in ranks]
+        if not any(is_own for _, is_own in ranks):
             environment.check_new(self.path)
         elif distributed.is_rank_zero():
             environment.note_checkpoint(self.path)
@@ -89,17 +92,6 @@ class RunFolder:
         if min(steps) < newest:
             state = distributed.from_rank(steps.index(newest), lambda: state)
         self.state = state
-        return state
-
-    def take_state(self, parts: Iterable[str]) -> State:
-        """Return the checkpoint that was found, or an empty one; its `parts` are taken out of it.
-
-        They take as much memory again, also where somebody holds what `find_checkpoint` returned.
-        """
-        found = self.state or {}
-        state = dict(found)
-        for name in parts:
-            found.pop(name, None)
         return state
 
     def load(
@@ -118,7 +110,8 @@ class RunFolder:
         agreement.check_alike(classes, validation=loader)
         if self.state:
             checkpoint.check_format(self.state, normalizing.format_of(loader))
-            load_weights(model, self.state, classes, flags)
+            remedy = checkpoint.to_undo(self.state, classes, flags)
+            checkpoint.load_weights(model, self.state, remedy)
 
     def _check_file(self) -> None:
         if not self.is_path or Path(self.resume).is_file():
@@ -148,9 +141,9 @@ class RunFolder:
         """Return the checkpoint on this disk to resume; a path only if nothing has come of it."""
         if self.resume == "never" and not self._is_restart():
             return None
-        found = self.saves()
-        if found:
-            newest = read_newest(found, self.read)
+        saves = self.saves()
+        if saves:
+            newest = read_newest(saves, self.read)
             # With --resume FILE, one of this folder, that file is what counts until a
             # run that began from it has saved.
             goes_back = self.is_path and self.contains(self.resume)
@@ -177,93 +170,104 @@ class RunFolder:
             return files.retried(self.path, os.listdir, self.path)
         return []
 
-    def open_for_training(self, is_new: bool) -> None:
-        """On rank 0, clear the folder with --resume never, once a launch: restarts resume."""
+    def open_for_training(self, loaded: Iterable[str]) -> None:
+        """On rank 0, clear the folder with --resume never, once a launch: restarts resume.
+
+        loaded: what `state` has no use for any more, and would take as much memory again.
+        """
+        state = self.state or {}
+        for name in loaded:
+            state.pop(name, None)
         if not distributed.is_rank_zero():
             return
-        found = {path for name in OWN_FILES for path in self.path.glob(name)}
         mine = f".{os.getpid()}."  # of events: what main.py has opened before
         old = sorted(
-            path for path in found if not path.is_dir() and mine not in path.name
+            path
+            for name in OWN_FILES
+            for path in self.path.glob(name)
+            if not path.is_dir() and mine not in path.name
         )
-        if old and is_new and self.resume == "never":
+        if old and not state and self.resume == "never":
             names = ", ".join(path.name for path in old)
             distributed.print0(f"--resume never: removing {names} from {self.path}")
             with process.holding_signals():  # all or nothing
                 for path in old:
                     path.unlink()
+        best = self.path / BEST
+        if best.name in self.names() and self._own_epochs() < 0:
+            set_aside(f"{best} is of another run", best, OLDER_BEST)
         launch = os.environ.get(protocol.LAUNCH_ID)
         if launch:
             with files.writing(self.path / protocol.BEGUN) as tmp_path:
                 tmp_path.write_bytes(launch.encode())
 
-    def best_score(self, best_of: str, until: float) -> tuple[float, int] | None:
+    def _own_epochs(self) -> float:
+        """Return the last epoch of which best.pt may be this run's; -1: none."""
+        if not self.state or not self.contains(self.state["path"]):
+            return -1
+        # After going back to an earlier checkpoint one of later epochs does not count.
+        is_back = self.state["path"] == self.resume
+        return self.state["epoch"] if is_back else math.inf
+
+    def best_score(self, best_of: str) -> tuple[float, int] | None:
         """On rank 0, return the score of best.pt and its epoch; rename it if it is of another run.
 
-        best_of: its metric and validation set. until: the last epoch that it may be from.
+        best_of: its metric and validation set.
         """
-        path = self.path / "best.pt"
+        path = self.path / BEST
         if path.name in self.names():
             try:
                 state = checkpoint.read(path, KEYS)
-                if state["best_of"] == best_of and state["epoch"] <= until:
+                is_own = state["epoch"] <= self._own_epochs()
+                if is_own and state["best_of"] == best_of:
                     return state["best"], state["epoch"]
                 own = f"the best {state['best_of']} of epoch {state['epoch']}"
-                set_aside(f"{path}: has {own}", path, "best-1.pt")
+                set_aside(f"{path}: has {own}", path, OLDER_BEST)
             except Damaged as error:
                 set_aside(error.line, path, "best.pt.corrupt")
             except Foreign as error:
-                set_aside(error.line, path, "best-1.pt")
+                set_aside(error.line, path, OLDER_BEST)
         remove_images(self.path)
         return None
 
-    def add(self, state: State, is_best: bool, keeps_images: bool = False) -> None:
-        """Save last.pt, and best.pt; the old last.pt becomes last-1.pt.
+    def add(
+        self,
+        state: State,
+        is_best: bool = False,
+        is_last: bool = True,
+        keeps_images: bool = False,
+    ) -> None:
+        """Save last.pt, or best.pt, or both; the old last.pt becomes last-1.pt.
 
-        But for one of the same step, which the new one replaces: it has the same weights.
+        But for one of the same step, which the new one replaces: it has the same weights. All ranks
+        have to call it, and wait for rank 0 however long its disk needs.
+
         keeps_images: those of best.pt, which has the same weights as before.
         """
-        # best.pt comes first: when last.pt records a new best score, best.pt has it
-        # already.
-        if is_best:
-            self.add_best(state, keeps_images)
-        if distributed.is_rank_zero():
-            self._write_last(state)
-        self.saved_step = state["step"]
 
-    def add_best(self, state: State, keeps_images: bool = False) -> None:
-        """Save best.pt alone: last.pt follows once the epoch has ended."""
-        if not distributed.is_rank_zero():
-            return
-        best = self.path / "best.pt"
-        with files.writing(best) as tmp_path:
-            files.retried(best, checkpoint.write_file, tmp_path, state)
-            if not keeps_images:
-                remove_images(self.path)
+        def write() -> None:
+            # best.pt comes first: when last.pt records a new best score, best.pt has it
+            # already.
+            if is_best:
+                with checkpoint.writing(self.path / BEST, state):
+                    if not keeps_images:
+                        remove_images(self.path)
+            if is_last:
+                self._write_last(state)
+
+        distributed.await_rank_zero(write)
+        if is_last:
+            self.saved_step = state["step"]
 
     def _write_last(self, state: State) -> None:
         last, older = (self.path / name for name in SAVES)
-        with files.writing(last) as tmp_path:
-            files.retried(last, checkpoint.write_file, tmp_path, state)
+        with checkpoint.writing(last, state):
             if state["step"] != self.saved_step:
                 with contextlib.suppress(FileNotFoundError):  # it is the first
                     files.move(last, older)
         with contextlib.suppress(OSError):  # not every file system supports it
             files.sync(self.path)
         environment.note_checkpoint(self.path)
-
-
-def load_weights(
-    model: nn.Module,
-    state: State,
-    classes: Sequence[str],
-    flags: Mapping[str, object],
-) -> None:
-    """Give `model` the weights of the checkpoint `state`, as RunFolder.load describes."""
-    checkpoint.check_classes(state["path"], state["classes"], classes)
-    changed = checkpoint.changes(state["args"], flags) or "what you changed in it"
-    keep = checkpoint.keep_weights(state["path"])
-    checkpoint.load_weights(model, state, f"undo {changed}, or {keep}")
 
 
 def read_newest(paths: Sequence[Path], read: Read) -> State:

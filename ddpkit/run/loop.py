@@ -21,7 +21,7 @@ from ddpkit.run.best import Best
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps
-from ddpkit.run.folder import RunFolder, load_weights
+from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import Sums, progress_line
 from ddpkit.run.resuming import Checkpoints, Phase, Steps, is_later
 from ddpkit.run.states import State
@@ -174,7 +174,6 @@ class Run(Checkpoints):
         passes = self.source.passes * distributed.world_size()  # of a step
         self.batch_size = self.source.global_batch // passes
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
-        self.chosen = Best(best, val_images, folder, state)
         self.history: list[Row] = list(state.get("history", ()))
         super().__init__(
             folder,
@@ -182,8 +181,8 @@ class Run(Checkpoints):
             seed=int(self.source.order["seed"]),
             **self._parts(scheduler, criterion, more),
         )
-        self.chosen.begin(state, self.epoch)
         self.ranks = self.source.ranks
+        self.chosen = Best(best, val_images, folder)
         # In a step each rank draws numbers of its own, as for dropout.
         self.draws_by_rank = True
         self.share_outside = 0
@@ -196,14 +195,7 @@ class Run(Checkpoints):
             self.parts, optimizer, watched, accumulate, self.ranks, self.turns.stepped
         )
         # as far as the checkpoint, and metrics.csv, which is written after it
-        self.is_complete: bool = report.go_on(
-            self.epoch, self.step, self.history, self.device
-        )
-        report.print_start(
-            self.source, self.batch_size, accumulate, train_loader, val_loader, kept
-        )
-        self._note_best()
-        report.catch_up(kept)
+        self.is_complete: bool = report.begin_run(self)
         self.block = self._block()
 
     @staticmethod
@@ -280,8 +272,8 @@ class Run(Checkpoints):
         mine = self._own_states(state, saved)
         step = self._schedule_step(state)
         state |= mine
-        load_weights(self.model, state, self.classes, self.flags)
-        states.load_states(state, self.parts, step)
+        remedy = checkpoint.to_undo(state, self.classes, self.flags)
+        states.load_states(state, self.parts, state, remedy, step)
 
     def _go_on(self, state: State) -> None:
         """Go on where the checkpoint was; if other batches would follow, at the epoch's start."""
@@ -374,7 +366,7 @@ class Run(Checkpoints):
     def _block(self) -> Iterator[None]:
         # lets rank 0 print the start lines before any rank can fail
         distributed.barrier()
-        with stopping.on_signals(self._position), self._in_epochs():
+        with stopping.on_signals(self._here), self._in_epochs():
             try:
                 with contextlib.closing(self.report):
                     yield
@@ -595,14 +587,15 @@ class Run(Checkpoints):
         self.report.write_images(confusion, worst, self.model, self.val_loader)
 
     def _choose_score(self, row: Mapping) -> None:
-        self.chosen.choose(row, self.epoch, is_first=not self.history)
-        self._note_best()
+        self.chosen.choose(row, self.epoch)
+        self.report.note_facts(best=self.best_by)  # for what searches for flags
 
-    def _note_best(self) -> None:
-        """Say in args.json which score is the best, for what searches for flags."""
-        if self.chosen.is_higher is not None:
-            direction = "max" if self.chosen.is_higher else "min"
-            self.report.note_facts(best=[self.chosen.name, direction])
+    @property
+    def best_by(self) -> Sequence[str]:
+        """The score that is the best, and "max" or "min"; "" while that is not known."""
+        if self.chosen.is_higher is None:
+            return ("", "")
+        return (self.chosen.name, "max" if self.chosen.is_higher else "min")
 
     def _save_again(self) -> None:
         """A part was changed after `end_epoch`, such as a scheduler stepped there."""

@@ -68,7 +68,7 @@ class Sums:
     """This rank's sums over the steps of an epoch, by name, without reading the device.
 
     device: of what is added. ranks: how many there are, virtual ones, too. Each has two columns:
-    the sum, and that by which it is divided, if it is a mean. The first is the loss.
+    the sum, and that by which it is divided, 0 if it is no mean. The first is the loss.
     """
 
     def __init__(self, device: torch.device, ranks: int) -> None:
@@ -78,7 +78,6 @@ class Sums:
 
     def clear(self) -> None:
         self.rows = {LOSS: (Exact(), Exact())}
-        self.means = {LOSS}
         # On the device, since the log's last line: losses with their count.
         self.recent: list[Tensor] = []
 
@@ -102,11 +101,9 @@ class Sums:
             self.rows[LOSS][1].add(count)
         for name, value in named.items():
             row = self.rows.setdefault(name, (Exact(), Exact()))
-            if isinstance(value, Sequence):
-                self.means.add(name)
-                row[1].add(value[1])
-                value = value[0]
-            row[0].add(value)
+            pair = value if isinstance(value, Sequence) else (value,)
+            for column, number in zip(row, pair, strict=False):
+                column.add(number)
 
     def _note(self, number: Number, column: int) -> None:
         """Add to what `loss_since_log` returns, rounded, without reading the device."""
@@ -127,14 +124,10 @@ class Sums:
 
     def means_of_all(self) -> dict[str, float]:
         """Return by name the means, and the sums of what has no count; all have to call it."""
-        found = {}
-        for name, (total, count) in self._of_all().items():
-            value = total / UNIT
-            if name in self.means:
-                # class weights may make the count small
-                value = total / count if count else 0.0
-            found[name] = value
-        return found
+        return {
+            name: total / (count or UNIT)
+            for name, (total, count) in self._of_all().items()
+        }
 
     def _of_all(self) -> dict[str, tuple[int, int]]:
         """Return the sums of all ranks, by name, in parts of 1 / UNIT."""
@@ -148,22 +141,17 @@ class Sums:
 
     def state(self) -> State:
         """Return what a checkpoint keeps: the sums of all ranks; all have to call it."""
-        sums = {}
-        for name, row in self._of_all().items():
-            total = [hex(column) for column in row]
-            sums[name] = {"is_mean": name in self.means, "total": total}
+        sums = {
+            name: {"total": [hex(column) for column in row]}
+            for name, row in self._of_all().items()
+        }
         return {"sums": sums}
 
     def resume(self, state: State) -> None:
         """Go on with the sums of a checkpoint, which rank 0 has from there on."""
-        saved = {
-            LOSS: {"is_mean": True, "ranks": state["totals"]},
-            **state.get("sums", {}),
-        }
+        saved = {LOSS: {"ranks": state["totals"]}, **state.get("sums", {})}
         for name, each in saved.items():
             row = self.rows[name] = (Exact(), Exact())
-            if each["is_mean"]:
-                self.means.add(name)
             if not distributed.is_rank_zero():
                 continue
             for column, total in zip(row, each.get("total", ()), strict=False):

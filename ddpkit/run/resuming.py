@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -39,14 +39,23 @@ from ddpkit.ranks.stopping import (
 )
 from ddpkit.ranks.virtual import VirtualRanks
 from ddpkit.run import checkpoint, states
-from ddpkit.run.checkpoint import Foreign
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import progress_line
 from ddpkit.run.states import State
 from ddpkit.run.unsaved import LoopVariables, Unsaved
 
-KINDS = {"parts": dict, "kinds": dict, "resumed_from": str, "ranks": int, "seed": int}
-COUNTS = ("epoch", "done", "step", "global_batch")
+KINDS = {  # of what a checkpoint holds; integers are not negative
+    "parts": dict,
+    "kinds": dict,
+    "resumed_from": str,
+    "ranks": int,
+    "seed": (int,),
+    "epoch": int,
+    "done": int,
+    "step": int,
+    "global_batch": (int,),
+    "best": (float, type(None)),
+}
 TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
 # Turns over which gradients are added up for a step; after more nobody waits for one.
 MOST_ADDED_UP = 1000
@@ -154,7 +163,7 @@ class Steps:
     def __init__(self, length: int | None, begin: Callable[[], Iterator]) -> None:
         self.length = length
         self.begin = begin
-        self.found: Iterator | None = None  # what next() reads
+        self.begun: Iterator | None = None  # what next() reads
 
     def __len__(self) -> int:
         if self.length is None:
@@ -165,8 +174,8 @@ class Steps:
         return self.begin()
 
     def __next__(self) -> Any:
-        self.found = self.found or self.begin()
-        return next(self.found)
+        self.begun = self.begun or self.begin()
+        return next(self.begun)
 
 
 class Checkpoints:
@@ -234,12 +243,11 @@ class Checkpoints:
         self.streams: dict[int, random.Random] = {}
         self.first_step = 0  # of this process
         self.phase = Phase.OUTSIDE
+        self.begun = 0  # the step of the epoch that began last, from 1
         self.is_due = False  # a save, at the end of the step or epoch
         self.turns = Turns()
         self.variables = LoopVariables(self.name)
         self.unsaved = Unsaved(type(self).__name__, self.parts, self.turns.stepped)
-        # of parts as they were saved, or resumed within an epoch: checksums, until the next steps
-        self.saved_sums: dict[str, int] = {}
         self.later: dict[str, State] = {}  # saved states of parts that are made later
         # of networks, those of each rank: DistributedDataParallel gives all those of rank 0
         self.buffers: dict[str, list[State]] = {}
@@ -247,18 +255,19 @@ class Checkpoints:
             folder = RunFolder(folder, resume, read_own)
             folder.find_checkpoint()
         self.folder = folder
-        state = folder.take_state([*self.parts, "parts"])
+        state = folder.state or {}
         if state:
             self._load(state)
         self.trainable_then: int = state.get("trainable", 0)
-        folder.open_for_training(is_new=not state)
+        folder.open_for_training([*self.parts, "parts"])
         states.fill_momenta(self.parts)
-        if self.done:
-            # not of a loader, whose state may begin to read it
-            kinds = (nn.Module, *states.ON_ALL)
-            self.saved_sums = self._checksums(
-                name for name, part in self.parts.items() if isinstance(part, kinds)
-            )
+        self.first_epoch = self.epoch  # of this process
+        # not of a loader, whose state may begin to read it
+        kinds = (nn.Module, *states.ON_ALL)
+        # of parts as they begin, or were saved at the end of an epoch: until the next steps
+        self.saved_sums = self._checksums(
+            name for name, part in self.parts.items() if isinstance(part, kinds)
+        )
 
     @property
     def best(self) -> float | None:
@@ -275,9 +284,9 @@ class Checkpoints:
             numbers = checkpoints.numbers(best=0.0, bad=0)
             numbers.bad += 1
         """
-        found = Numbers(**first)
-        self._add(NUMBERS, found)
-        return found
+        counted = Numbers(**first)
+        self._add(NUMBERS, counted)
+        return counted
 
     def forever(self, loader: Iterable) -> Forever:
         """Return endless batches of `loader` for next(), whose place is saved and resumed.
@@ -289,9 +298,9 @@ class Checkpoints:
         """
         number = sum(isinstance(part, Forever) for part in self.parts.values())
         read = functools.partial(self.reading.rest, number=number + 1)
-        found = Forever(loader, read)
-        self._add(f"{FOREVER}{number + 1}", found)
-        return found
+        batches = Forever(loader, read)
+        self._add(f"{FOREVER}{number + 1}", batches)
+        return batches
 
     def _add(self, name: str, part: Any) -> None:
         if name in self.parts:
@@ -308,7 +317,7 @@ class Checkpoints:
         It also saves before the last step of each: if what follows the steps does not end in time
         after a signal, that step is done once more, and nothing is lost.
         """
-        with on_signals(self._position), self._in_epochs():
+        with on_signals(self._here), self._in_epochs():
             while self.epoch < count:
                 self.variables.begin_epoch(self, self.epoch, self.parts)
                 # for what is drawn before its steps, such as by zip(loader, other)
@@ -336,6 +345,7 @@ class Checkpoints:
 
     def _begin_epoch(self) -> None:
         self.phase = Phase.EPOCH
+        self.begun = 0
         note_kept("")
 
     def steps(self, batches: Iterable, /, *networks: nn.Module) -> Steps:
@@ -376,7 +386,8 @@ class Checkpoints:
         self._find_virtual(networks, virtual_ranks)
         self._load_buffers()
         if self.step == self.first_step:
-            self.unsaved.begin()
+            self._say_frozen()
+            self.unsaved.note_networks()
         with self._in_loop():
             rest = begin()
             self._keep_before_last(length)
@@ -384,12 +395,13 @@ class Checkpoints:
                 self._begin_rank(self.ranks if self.virtual else self.rank)
                 self.turns.count += 1
                 before = self.step
+                self.begun = self.done + 1
                 yield batch
                 self._count(before)
                 self._end_turn(is_last=self.done == length)
                 # before the next batch is read, after which a loader that is a part is further
                 self._keep_before_last(length)
-            if self.phase is not Phase.ALONE and length is None:
+            if self.phase is Phase.STEPS and length is None:
                 self._write()  # there was no telling which step would be the last
 
     def _find_virtual(self, networks: Sequence[nn.Module], of_loader: int) -> None:
@@ -418,7 +430,7 @@ class Checkpoints:
             if id(part) in virtual:
                 virtual[id(part)].load_buffers(of_ranks)
             else:
-                states.load_buffers(part, of_ranks[self.rank])
+                states.load_module(part, of_ranks[self.rank], strict=False)
         self.buffers.clear()
 
     def _begin_rank(self, rank: int) -> None:
@@ -454,10 +466,11 @@ class Checkpoints:
         # if it is left: in a notebook it may go on
         after = Phase.OUTSIDE if is_alone else Phase.AFTER
         try:
-            with on_signals(self._position) if is_alone else contextlib.nullcontext():
+            with on_signals(self._here) if is_alone else contextlib.nullcontext():
                 yield
                 if is_alone:
-                    self._end_alone()
+                    self._write_step()
+                    go_on()
                     after = Phase.DONE
         finally:
             if self.phase in IN_LOOP:  # not long after, when an iterator is thrown away
@@ -465,41 +478,39 @@ class Checkpoints:
             # what is drawn after the steps
             samples.seed(self.seed, self.epoch, self.share_outside, 1, 0)
 
-    def _keep_changes(self) -> None:
-        """Save anew, or say a line, if parts have changed since they were saved, but by steps."""
+    def _say_frozen(self) -> None:
         frozen = self.trainable_then - self._trainable()
-        self.trainable_then = 0
         if frozen > 0:
             distributed.print0(
                 f"warning: {frozen} weights are frozen that were trained when this run was "
                 "stopped: what unfreezes them in an epoch has to do so, too, when the run resumes "
                 "in a later one (epoch >= N, not ==)"
             )
+
+    def _trainable(self) -> int:
+        """Return how many weights of the networks are not frozen."""
+        return sum(weight.requires_grad for weight in states.names_of(self.parts))
+
+    def _keep_changes(self) -> None:
+        """Save again if parts were changed after an epoch was saved; to call on all ranks.
+
+        What is changed before the first steps, by each start anew, is none: a line says so.
+        """
         then = self.saved_sums
         self.saved_sums = {}
-        if not then or not any(
-            distributed.gather_objects(then != self._checksums(then))
-        ):
+        if not distributed.from_rank_zero(lambda: then != self._checksums(then)):
             return
-        if not self.done:
+        if self.epoch > self.first_epoch:
             self._save_again()
             return
         distributed.print0(
-            f"a scheduler or another part was changed before {self.name}.steps() in an epoch that "
-            "is resumed in its middle, where it has been changed already: do that at the end of "
-            "the loop over epochs"
+            f"warning: a scheduler or another part was changed before {self.name}.steps(), which "
+            "a run that is resumed in that epoch does once more: do that at the end of the loop "
+            f"over epochs, or before {type(self).__name__}(...) is made"
         )
 
     def _checksums(self, names: Iterable[str]) -> dict[str, int]:
         return states.checksums({name: self.parts[name].state_dict() for name in names})
-
-    def _trainable(self) -> int:
-        """Return how many weights of the networks are not frozen."""
-        weights: list[Tensor] = []
-        for part in self.parts.values():
-            if isinstance(part, nn.Module):
-                weights += part.parameters()
-        return sum(weight.requires_grad for weight in weights)
 
     def _keep_before_last(self, length: int | None) -> None:
         """Save before an epoch's last optimizer step: what follows it may take long."""
@@ -508,8 +519,7 @@ class Checkpoints:
         is_to_keep = self.goes_on_after_last and self.phase is Phase.STEPS
         if is_to_keep and is_last and not self._is_between():
             self.phase = Phase.LAST_STEP
-            if self.folder.saved_step != self.step:
-                self._write()
+            self._write_step()
             note_kept(self._position())
 
     def _count(self, before: int) -> None:
@@ -533,11 +543,6 @@ class Checkpoints:
             goes_on = self.goes_on_after_last and is_last
             if not goes_on and not self._is_between():
                 self._leave()
-
-    def _end_alone(self) -> None:
-        if self.folder.saved_step != self.step:
-            self._write()
-        go_on()
 
     def _is_between(self) -> bool:
         """Return whether gradients have been added up that no optimizer step has used yet."""
@@ -586,13 +591,19 @@ class Checkpoints:
         if not is_better or math.isnan(score):
             return False
         self.best_score = score
-        self.folder.add_best(self._state(is_inside=self.phase not in self.settled))
+        state = self._state(is_inside=self.phase not in self.settled)
+        self.folder.add(state, is_best=True, is_last=False)
         self.save()
         return True
 
     def _write(self) -> None:
         self.is_due = False
-        self.folder.add(self._state(), is_best=False)
+        self.folder.add(self._state())
+
+    def _write_step(self) -> None:
+        """Write it unless this step is saved."""
+        if self.folder.saved_step != self.step:
+            self._write()
 
     def _save_again(self) -> None:
         self._write()
@@ -629,13 +640,7 @@ class Checkpoints:
             )
         saved = self._own_states(state, state["parts"])
         self._compare_names(path, saved.keys())
-        names = states.names_of(self.parts)
-        for name, part in self.parts.items():
-            if states.is_missing(name, saved, path):
-                continue
-            with states.fitting(path, name, TO_UNDO):
-                kind = state["kinds"].get(name)
-                states.load_part(name, part, saved[name], kind, names)
+        states.load_states(saved, self.parts, state, TO_UNDO)
         self.epoch = state["epoch"]
         self.step = self.first_step = state["step"]
         self.done = state["done"]
@@ -649,9 +654,9 @@ class Checkpoints:
         """Return where the run goes on in an epoch, of which so many are done of all `steps`."""
         if not done:
             return ""
-        place = "after its last step" if done == steps else f"at step {done + 1}"
+        where = "after its last step" if done == steps else f"at step {done + 1}"
         return (
-            f"; goes on {place}, where variables of the loop begin anew, but for "
+            f"; goes on {where}, where variables of the loop begin anew, but for "
             f"{self.name}.numbers(...)"
         )
 
@@ -662,21 +667,21 @@ class Checkpoints:
         """
         # of version 2, whose steps drew by rank whatever the seeds
         self.draws_by_rank = state.get("draws_by_rank", True)
-        found = dict(saved)
+        mine = dict(saved)
         for name, each in state.get("of_ranks", {}).items():
             if isinstance(self.parts.get(name), nn.Module):
                 self.buffers[name] = each
             elif len(each) == distributed.world_size():
-                found[name] = each[distributed.rank()]
+                mine[name] = each[distributed.rank()]
             else:
                 raise UserError(
                     f"{state['path']}: {name} had a state of its own on each of {len(each)} ranks: "
                     f"resume on as many; {TO_UNDO}"
                 )
-        for name in list(found):
+        for name in list(mine):
             if is_later(name) and name not in self.parts:
-                self.later[name] = found.pop(name)
-        return found
+                self.later[name] = mine.pop(name)
+        return mine
 
     def _compare_names(self, path: str, then: Iterable[str]) -> None:
         """Raise a UserError if a part may have been renamed; say which are no parts any more."""
@@ -729,13 +734,16 @@ class Checkpoints:
             yield Passes(itertools.islice(rest, sampler.passes), self._take_passes)
 
     def _leave(self) -> NoReturn:
-        if self.folder.saved_step != self.step:
-            self._write()
+        self._write_step()
         but = ", with resume auto," if self.folder.resume == "never" else ""
         exit_stopped(f"and saved at {self._position()}; the same command{but} goes on")
 
     def _position(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.done}"
+
+    def _here(self) -> str:
+        """Return where this rank is when it hangs, also in a step that is not done."""
+        return f"epoch {self.epoch + 1}, step {max(self.begun, self.done)}"
 
 
 def is_later(name: str) -> bool:
@@ -776,14 +784,7 @@ def read_own(path: Path | str) -> State:
     Raises a UserError if it cannot be read, or is none of Checkpoints.
     """
     state = checkpoint.read_file(path)
-    is_right = all(isinstance(state.get(name), kind) for name, kind in KINDS.items())
-    for name in COUNTS:
-        is_right = is_right and isinstance(state.get(name), int) and state[name] >= 0
-    is_right = is_right and isinstance(state.get("best"), float | None)
-    if not is_right:
-        raise Foreign(
-            f"{path}: not a checkpoint of ddpkit.Checkpoints: use another one"
-        )
+    checkpoint.check_entries(path, state, KINDS, KINDS, "ddpkit.Checkpoints")
     return {**state, "path": str(path)}
 
 

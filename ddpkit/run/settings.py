@@ -1,14 +1,11 @@
 """What this machine has, and the settings that follow from it."""
 
-import contextlib
 import os
-import subprocess
 import warnings
 from collections.abc import Sequence
 
 import torch
 
-from ddpkit import version
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, process, protocol
 from ddpkit.ranks.cpus import cpu_share
@@ -57,19 +54,3 @@ def default_threads(on_gpu: bool) -> int:
     if by_user and int(given) > 0:
         return int(given)
     return min(cpu_share(), 4) if on_gpu else cpu_share()
-
-
-def library() -> str:
-    """Return which ddpkit runs, and from where."""
-    return f"{version.__version__} in {version.FOLDER}"
-
-
-def git_commit() -> str:
-    """Return the commit of the project's folder, marked if it has changes; "" without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with contextlib.suppress(OSError):
-        done = subprocess.run(
-            command, cwd=process.project(), capture_output=True, text=True
-        )
-        return done.stdout.strip()
-    return ""

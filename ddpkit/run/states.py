@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ddpkit.errors import UserError, reason_of, shorten
+from ddpkit.errors import UserError, clip, reason_of, shorten
 from ddpkit.ranks import distributed, replicas
 from ddpkit.ranks.replicas import weights_of
 from ddpkit.ranks.virtual import VirtualRanks
@@ -34,11 +34,10 @@ PLAIN = {type(None), bool, int, float, str, bytes}
 TAKEN = {*PLAIN, Counter, torch.Size, torch.dtype, torch.device}  # by weights_only=True
 # What kernels of torch take for as large as the weight, without a look.
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
-OF_THE_RUN = {
-    "params",
-    "fused",
-    "foreach",
-}  # settings of an optimizer that are never loaded
+OF_ADAM = {"exp_avg", "exp_avg_sq"}  # which each weight has from its first step on
+# settings of an optimizer that are never loaded
+OF_THE_RUN = {"params", "fused", "foreach"}
+# What is raised for a state that does not fit
 MISFITS = (
     ArithmeticError,
     AttributeError,
@@ -47,34 +46,45 @@ MISFITS = (
     TypeError,
     ValueError,
 )
-ALIKE = (dict, (list, tuple), str, Tensor, (bool, int, float))
-OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# A tensor without dimensions is a number, others have a kind of their own.
+ALIKE: tuple = (dict, (list, tuple), str, (bool, int, float, Tensor))
 # what has to be the same on all ranks
 ON_ALL = (Optimizer, LRScheduler, torch.amp.GradScaler)
 COMPILED = "_orig_mod."  # in names of weights, by torch.compile
 WITHIN = "within"  # an optimizer's state: those of the optimizers that it has
-ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
+
+
+# Of the parts, as a checkpoint holds them.
 
 
 def take_states(parts: Parts) -> State:
-    """Return the state of each part for a checkpoint; names are those without torch.compile."""
+    """Return the state of each part for a checkpoint; names are those without torch.compile.
+
+    On rank 0 that is a copy on the CPU.
+    """
     names = names_of(parts)
     states = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             state = uncompiled_names(part.state_dict())
-        elif isinstance(part, Optimizer):
-            state = by_name(part, names)
         else:
-            state = part.state_dict()
-        if not isinstance(part, nn.Module):  # such as a rate from np.cos
+            is_named = isinstance(part, Optimizer)
+            state = by_name(part, names) if is_named else part.state_dict()
+            # such as a rate from np.cos
             state = tree_map_only(np.generic, lambda number: number.item(), state)
-        for leaf in leaves_of(state):
-            if not isinstance(leaf, Tensor) and type(leaf) not in TAKEN:
-                kind = f"{type(leaf).__name__}, which torch.load(weights_only=True) refuses"
-                raise UserError(f"{name}: its state_dict has a {kind}")
         states[name] = state
-    return to_host(states)
+    is_saved = distributed.is_rank_zero()  # others have no use for copies
+    # What deepcopy takes for them, so that a tensor in two places stays one.
+    copies = {}
+    for name, state in states.items():
+        for leaf in leaves_of(state):
+            if not isinstance(leaf, Tensor):
+                if type(leaf) not in TAKEN:
+                    kind = f"{type(leaf).__name__}, which torch.load(weights_only=True) refuses"
+                    raise UserError(f"{name}: its state_dict has a {kind}")
+            elif is_saved and not leaf.is_meta:
+                copies[id(leaf)] = leaf.detach().cpu()
+    return copy.deepcopy(states, copies) if is_saved else states
 
 
 def leaves_of(state: object) -> list[Any]:
@@ -88,114 +98,15 @@ def uncompiled_names(state: State) -> State:
     return {name.replace(COMPILED, ""): value for name, value in state.items()}
 
 
-def load_module(module: nn.Module, saved: State) -> None:
-    """Load the weights of a network; it and what was saved may each be compiled or not."""
-    current = module.state_dict()
-    saved = uncompiled_names(saved)
-    if any(COMPILED in name for name in current):
-        own = {name.replace(COMPILED, ""): name for name in current}
-        saved = {own.get(name, name): value for name, value in saved.items()}
-    # What torch would load in silence: whole numbers, or NaN.
-    check_alike("its state", current, saved)
-    for name, _ in module.named_parameters():
-        if name in saved and saved[name].isnan().any():
-            raise ValueError(f"{name} has NaN")
-    module.load_state_dict(saved)
-
-
-def load_buffers(module: nn.Module, saved: State) -> None:
-    """Load what a network has besides weights."""
-    load_module(module, {**uncompiled_names(module.state_dict()), **saved})
-
-
-def checksums(values: Mapping[Any, Any]) -> dict[Any, int]:
-    """Return for each of the `values`, such as states, a number; it reads the device once."""
-    sums: list[Tensor] = []
-    owners: list = []  # of these
-    others: dict[Any, list] = {name: [] for name in values}
-    for name, value in values.items():
-        for leaf in leaves_of(value):
-            if not isinstance(leaf, Tensor):
-                others[name].append(leaf)
-                continue
-            # as integers of the size of its numbers, which are few
-            kind = OF_BYTES.get(leaf.element_size(), torch.uint8)
-            flat = leaf.detach().resolve_conj().flatten()
-            sums.append(flat.view(kind).sum(dtype=torch.int64))
-            owners.append(name)
-    if sums:  # read from the device at once
-        read = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
-        for name, total in zip(owners, read, strict=True):
-            others[name].append(total)
-    return {name: zlib.crc32(repr(each).encode()) for name, each in others.items()}
-
-
-def compare_ranks(
-    parts: Parts, taken: State, virtual: Sequence[VirtualRanks] = ()
-) -> dict[str, list[State]]:
-    """Return the states of all ranks of those parts of which they differ; all have to call it.
-
-    Of a network that is what it has besides weights. taken: what `take_states` has returned.
-    virtual: networks, each with buffers of all virtual ranks, which are kept.
-
-    Raises a UserError if that is a part that has to be the same on all ranks.
-    """
-    if distributed.world_size() == 1 and not virtual:
-        return {}
-    others = dict(taken)
-    weights = {}
-    for name, part in parts.items():
-        if isinstance(part, nn.Module):
-            weights[name, "weights"] = replicas.plain(part.named_parameters())
-            known = {key.replace(COMPILED, "") for key in weights[name, "weights"]}
-            others[name] = {
-                key: each for key, each in taken[name].items() if key not in known
-            }
-    ranks = distributed.gather_objects(checksums({**others, **weights}))
-    differ = {
-        key for key in ranks[0] if any(each[key] != ranks[0][key] for each in ranks)
-    }
-    for key in differ & weights.keys():
-        replicas.check_same(weights[key])
-    own = {}
-    networks = {id(each.module): each for each in virtual}
-    for name, part in parts.items():
-        if id(part) in networks:
-            mine = networks[id(part)].buffers_of_ranks()
-            own[name] = list(chain(*distributed.gather_objects(mine)))
-            continue
-        if name not in differ:
-            continue
-        if isinstance(part, ON_ALL):
-            raise UserError(
-                f"the {name} differs between ranks: change it in the same way on all ranks, such "
-                "as by a number that is reduced"
-            )
-        mine = tree_map_only(Tensor, lambda tensor: tensor.cpu(), others[name])
-        own[name] = distributed.gather_objects(mine)
-    return own
-
-
-def to_host(state: State) -> State:
-    """Return `state` with tensors on the CPU; on rank 0, others have no use for it."""
-    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    are_there = all(tensor.device.type in ON_HOST for tensor in tensors)
-    if are_there or not distributed.is_rank_zero():
-        return state
-    # What deepcopy takes for their copies, so that a tensor in two places stays one.
-    copies = {id(tensor): tensor.detach().cpu() for tensor in tensors}
-    return copy.deepcopy(state, copies)
-
-
 def names_of(parts: Parts) -> dict[Tensor, str]:
     """Return the name of each weight of the networks in `parts`: "fc.bias", "trained.fc.bias"."""
-    found: dict[Tensor, str] = {}
+    names: dict[Tensor, str] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            for key, weight in part.named_parameters():
-                full = key if name == "model" else f"{name}.{key}"
-                found[weight] = full.replace(COMPILED, "")
-    return found
+            prefix = "" if name == "model" else name
+            for full, weight in part.named_parameters(prefix):
+                names[weight] = full.replace(COMPILED, "")
+    return names
 
 
 def by_name(optimizer: Optimizer, names: Names) -> State:
@@ -217,68 +128,132 @@ def by_name(optimizer: Optimizer, names: Names) -> State:
 
 def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
     """Return the optimizers that are attributes of another one, by name, as SAM has one."""
-    found = vars(optimizer).items()
-    return {key: each for key, each in found if isinstance(each, Optimizer)}
+    attributes = vars(optimizer).items()
+    return {key: each for key, each in attributes if isinstance(each, Optimizer)}
 
 
 def kinds(parts: Parts) -> dict[str, str]:
     """Return the class of each optimizer and scheduler."""
-    found = {}
-    for name, part in parts.items():
-        if isinstance(part, Optimizer | LRScheduler):
-            found[name] = type(part).__name__
-    return found
+    return {
+        name: type(part).__name__
+        for name, part in parts.items()
+        if isinstance(part, Optimizer | LRScheduler)
+    }
 
 
-def load_states(state: State, parts: Parts, step: int) -> None:
-    """Load `state`, a checkpoint, into all `parts` but the model.
+# Whether they are the same on all ranks.
 
-    With a LambdaLR settings and rates are those of the flags, at `step`; else they are as saved.
+
+def compare_ranks(
+    parts: Parts, taken: State, virtual: Sequence[VirtualRanks] = ()
+) -> dict[str, list[State]]:
+    """Return the states of all ranks of those parts of which they differ; all have to call it.
+
+    Of a network that is what it has besides weights. taken: what `take_states` has returned.
+    virtual: networks, of which the buffers of all virtual ranks are kept.
+
+    Raises a UserError if that is a part that has to be the same on all ranks.
     """
-    path = state["path"]
-    scheduler = parts.get("scheduler")
+    if distributed.world_size() == 1 and not virtual:
+        return {}
+    weights = {name: weight for weight, name in names_of(parts).items()}
+    replicas.check_same(replicas.plain(weights.items()))
+    others = dict(taken)
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            known = uncompiled_names(dict(part.named_parameters()))
+            others[name] = {
+                key: each for key, each in taken[name].items() if key not in known
+            }
+    ranks = distributed.gather_objects(checksums(others))
+    own = {}
+    networks = {id(each.module): each for each in virtual}
+    for name, part in parts.items():
+        if id(part) in networks:
+            buffers = networks[id(part)].buffers_of_ranks()
+            own[name] = list(chain(*distributed.gather_objects(buffers)))
+            continue
+        if len({each[name] for each in ranks}) == 1:
+            continue
+        if isinstance(part, ON_ALL):
+            raise UserError(
+                f"the {name} differs between ranks: change it in the same way on all ranks, such "
+                "as by a number that is reduced"
+            )
+        mine = tree_map_only(Tensor, lambda tensor: tensor.cpu(), others[name])
+        own[name] = distributed.gather_objects(mine)
+    return own
+
+
+def checksums(values: Mapping[Any, object]) -> dict[Any, int]:
+    """Return for each of the `values`, such as states, a number; one read of the device each."""
+    sums = {}
+    for name, value in values.items():
+        tensors: list[Tensor] = []
+        others: list[Any] = []
+        for leaf in leaves_of(value):
+            (tensors if isinstance(leaf, Tensor) else others).append(leaf)
+        whole = [*others, *replicas.bit_sums(tensors)]
+        sums[name] = zlib.crc32(repr(whole).encode())
+    return sums
+
+
+# Loaded from a checkpoint.
+
+
+def load_states(
+    saved: State,
+    parts: Parts,
+    checkpoint: State,
+    remedy: str,
+    step: int | None = None,
+) -> None:
+    """Give each of the parts its state, of those `saved` in a checkpoint.
+
+    step: of a run whose optimizer and LambdaLR follow its flags: settings and rates are those of
+        now, at this step. None, or with another scheduler: they are as saved.
+
+    Raises a UserError with the `remedy` if a state is not of such a part.
+    """
+    path = checkpoint["path"]
     names = names_of(parts)
-    by_flags = type(scheduler) is LambdaLR
-    if not by_flags and scheduler is not None:
+    scheduler = parts.get("scheduler")
+    by_flags = step is not None and type(scheduler) is LambdaLR
+    if step is not None and scheduler and not by_flags:
         kind = type(scheduler).__name__
         distributed.print0(
             f"{kind} and the optimizer's settings resume as saved, not as flags say"
         )
-    remedy = (
-        "undo that to resume, or keep only its weights: "
-        f"--weights {path} --output-dir ANOTHER"
-    )
     for name, part in parts.items():
-        if name == "model" or is_missing(name, state, path):
+        if name not in saved:
+            distributed.print0(
+                f"{path} has no {name}: it starts from its initial state"
+            )
             continue
-        then = state["kinds"].get(name)
-        with fitting(path, name, remedy):
-            if by_flags and part is scheduler:
-                check_kind(name, part, then, state[name])
-                follow(scheduler, parts["optimizer"], state[name], step)
-            else:
+        state = saved[name]
+        with fitting(path, f"the {name}", remedy):
+            check_kind(name, part, checkpoint["kinds"].get(name), state)
+            if by_flags and name == "scheduler":
+                follow(part, step or 0)
+            elif isinstance(part, nn.Module):
+                load_module(part, state)
+            elif isinstance(part, Optimizer):
                 keeps_settings = by_flags and name == "optimizer"
-                load_part(name, part, state[name], then, names, keeps_settings)
-
-
-def is_missing(name: str, states: State, path: str) -> bool:
-    """Return whether a part is not among the states of the checkpoint at `path`, and say so."""
-    if name in states:
-        return False
-    distributed.print0(f"{path} has no {name}: it starts from its initial state")
-    return True
+                load_optimizer(part, state, names, keeps_settings)
+            elif state:  # it has none of a GradScaler that was off
+                part.load_state_dict(state)
 
 
 @contextlib.contextmanager
-def fitting(path: str, name: str, remedy: str) -> Iterator[None]:
-    """Say in one line that a part of a checkpoint does not fit."""
+def fitting(path: str, what: str, remedy: str) -> Iterator[None]:
+    """Say in one line that a state in the checkpoint at `path` is not of `what` it is loaded to."""
     try:
         yield
     except MISFITS as error:
-        reason = reason_of(error, 200)
-        raise UserError(
-            f"{path} does not fit the {name} ({reason}); {remedy}"
-        ) from None
+        said = str(error).partition(":\n")[2]  # without the heading of torch's
+        reason = clip(said, 200) or reason_of(error, 200)
+        line = f"{path} does not fit {what} ({reason})"
+        raise UserError(f"{line}; {remedy}") from None
 
 
 def check_kind(name: str, part: Any, then: str | None, saved: State) -> None:
@@ -290,27 +265,27 @@ def check_kind(name: str, part: Any, then: str | None, saved: State) -> None:
         check_alike(name, part.state_dict(), saved)
 
 
-def load_part(
-    name: str,
-    part: Any,
-    saved: State,
-    then: str | None,
-    names: Names,
-    keeps_settings: bool = False,
-) -> None:
-    """Give a part its saved state; it was of the class `then`.
+def load_module(module: nn.Module, saved: State, strict: bool = True) -> None:
+    """Load the weights of a network; it and what was saved may each be compiled or not."""
+    # the weights themselves, in which there may be no NaN
+    current = module.state_dict(keep_vars=True)
+    saved = uncompiled_names(saved)
+    if any(COMPILED in name for name in current):
+        own = {name.replace(COMPILED, ""): name for name in current}
+        saved = {own.get(name, name): value for name, value in saved.items()}
+    if {f"net.{name}" for name in current} == saved.keys():
+        raise ValueError(
+            "version 1 had such names: wrap the network in its class Logits (docs/migration.md)"
+        )
+    check_alike("its state", current, saved)
+    module.load_state_dict(saved, strict=strict)
 
-    keeps_settings: of an optimizer, such as its weight decay.
-    """
-    if not saved:  # of a GradScaler that was off
-        return
-    check_kind(name, part, then, saved)
-    if isinstance(part, nn.Module):
-        load_module(part, saved)
-    elif isinstance(part, Optimizer):
-        load_optimizer(part, saved, names, keeps_settings)
-    else:
-        part.load_state_dict(saved)
+
+def follow(scheduler: LambdaLR, step: int) -> None:
+    """Set a schedule, and the learning rates, to `step`."""
+    before = {"last_epoch": step - 1, "_step_count": step}
+    scheduler.load_state_dict({**scheduler.state_dict(), **before})
+    scheduler.step()
 
 
 def load_optimizer(
@@ -318,100 +293,99 @@ def load_optimizer(
 ) -> None:
     """Give an optimizer, and those within it, what `by_name` has returned."""
     within = inner(optimizer)
-    first = optimizer.param_groups[0]
-    shared = [each for each in within.values() if each.param_groups[0] is first]
-    optimizer.load_state_dict(by_number(saved, optimizer, names, keeps_settings))
+    then = {key: each.param_groups for key, each in within.items()}
+    before = map(id, optimizer.param_groups)
+    optimizer.load_state_dict(fitted(saved, optimizer, names, keeps_settings))
+    loaded = dict(zip(before, optimizer.param_groups, strict=True))
     for key, state in saved.get(WITHIN, {}).items():
         if key in within:
             load_optimizer(within[key], state, names, keeps_settings)
-    for each in shared:  # a scheduler of one changes the rates of both, as before
-        each.param_groups = optimizer.param_groups
+    # Settings that they had in common they have in common: a scheduler changes both.
+    for key, each in within.items():
+        pairs = zip(then[key], each.param_groups, strict=True)
+        each.param_groups = [loaded.get(id(old), new) for old, new in pairs]
 
 
-def by_number(
+def fitted(
     saved: State, optimizer: Optimizer, names: Names, keeps_settings: bool
 ) -> State:
-    """Return the `saved` state of an optimizer, by name, as its load_state_dict() takes it."""
-    then = [group["params"] for group in saved["param_groups"]]
-    now = [group["params"] for group in by_name(optimizer, names)["param_groups"]]
-    if list(map(set, then)) != list(map(set, now)):
-        had = " + ".join(str(len(group)) for group in then)
-        have = " + ".join(str(len(group)) for group in now)
-        raise ValueError(f"groups had {had} weights and have {have}, or others")
-    moments: dict[int, State] = {}
+    """Return the `saved` state of an optimizer as its load_state_dict() takes it.
+
+    That takes names in place of numbers, too, in the order of its weights.
+
+    keeps_settings: those of now, such as weight decay.
+    """
+    now = by_name(optimizer, names)["param_groups"]
+    then = saved["param_groups"]
+    members = [set(group["params"]) for group in now]
+    if members != [set(group["params"]) for group in then]:
+        counts = f"{sizes(then)} weights and have {sizes(now)}"
+        raise ValueError(f"groups had {counts}, or others")
+    check_alike("param_groups", now, then)
+    groups = []
+    for old, group in zip(then, now, strict=True):
+        kept = group.keys() if keeps_settings else group.keys() & OF_THE_RUN
+        groups.append(old | {key: group[key] for key in kept})
+    moments: State = {}
     without: list[str] = []
-    known = [name for group in now for name in group]
-    for number, weight in enumerate(weights_of(optimizer)):
-        name = known[number]
+    known = [name for group in now for name in group["params"]]
+    for name, weight in zip(known, weights_of(optimizer), strict=True):
         if name in saved["state"]:
             values = saved["state"][name]
-            moments[number] = fitted_moments(name, values, weight, optimizer)
+            moments[name] = fitted_moments(values, weight, optimizer)
         elif weight.requires_grad:
             without.append(name)
     if moments and without:
         line = f"the saved optimizer has no state of {shorten(without)}, as of frozen weights"
         distributed.print0(f"{line}: it starts there anew")
-    groups = []
-    current = optimizer.state_dict()["param_groups"]
-    for old, group in zip(saved["param_groups"], current, strict=True):
-        check_alike("param_groups", {**group, "params": None}, old)
-        kept = group.keys() if keeps_settings else group.keys() & OF_THE_RUN
-        groups.append(old | {key: group[key] for key in kept})
     return {**saved, "state": moments, "param_groups": groups}
 
 
-def fitted_moments(
-    name: str, values: State, weight: Tensor, optimizer: Optimizer
-) -> State:
-    """Return the saved moments of a weight, by name, on which its kernel relies.
+def sizes(groups: list[State]) -> str:
+    return " + ".join(str(len(group["params"])) for group in groups)
 
-    Raises a ValueError if one is missing, NaN, or of another kind or shape.
+
+def fitted_moments(values: State, weight: Tensor, optimizer: Optimizer) -> State:
+    """Return the saved moments of a weight, in its layout, on which fused kernels rely.
+
+    Raises a ValueError if one is missing, NaN, or of another kind or shape: these kernels would
+    read and write beyond it.
     """
-    is_fused = "fused" in optimizer.defaults
-    if is_fused and "betas" in optimizer.defaults:  # Adam and AdamW; SGD begins without
-        for key in ("exp_avg", "exp_avg_sq"):
-            if values.get(key) is None:
-                raise ValueError(f"{name} has no {key}")
-    found = {}
+    sized = MOMENTS if "fused" in optimizer.defaults else set()
+    if "betas" in optimizer.defaults:
+        missing = OF_ADAM - values.keys()
+        values = values | dict.fromkeys(sized & missing)
+    moments = {}
     for key, value in values.items():
-        is_sized = is_fused and key in MOMENTS
-        if is_sized:
+        is_none_yet = key == "momentum_buffer" and value is None
+        if key in sized and not is_none_yet:
             check_alike(key, weight, value)
+            if getattr(value, "shape", None) != weight.shape:
+                raise ValueError(f"{key} has not the shape of its weight")
         if isinstance(value, Tensor):
-            value = fitted_moment(key, value, weight, is_sized)
-        found[key] = value
-    return found
-
-
-def fitted_moment(key: str, value: Tensor, weight: Tensor, is_sized: bool) -> Tensor:
-    """Return a saved moment in its weight's layout, on which fused kernels rely.
-
-    is_sized: it has to be as large as the weight: these kernels would read and write beyond it.
-    """
-    if value.isnan().any():
-        raise ValueError(f"{key} is NaN")
-    if key == "step" and (value.numel() != 1 or value < 0):
-        raise ValueError(f"step is {value!s:.60}")
-    if value.shape == weight.shape and value.ndim:
-        return torch.empty_like(weight, dtype=value.dtype).copy_(value)
-    if is_sized and value.shape != weight.shape:
-        raise ValueError(
-            f"{key} has shape {tuple(value.shape)}, its weight {tuple(weight.shape)}"
-        )
-    return value
+            if value.isnan().any():
+                raise ValueError(f"{key} is NaN")
+            if key == "step":
+                if value.numel() != 1 or value < 0:
+                    raise ValueError(f"step is {value!s:.60}")
+            elif value.shape == weight.shape:
+                value = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+        moments[key] = value
+    return moments
 
 
 def check_alike(name: str, now: Any, then: Any) -> None:
-    """Raise a ValueError if a saved value is of another kind than the one of now; None is any."""
+    """Raise a ValueError if a saved value is of another kind than the one of now; None is any.
+
+    torch would load whole numbers, and NaN, into weights.
+    """
     if now is None or then is None:
         return
-    now = value_of(now)
-    then = value_of(then)
-    for kind in ALIKE:
-        if isinstance(now, kind) != isinstance(then, kind):
-            raise ValueError(f"{name} is {then!r:.60}")
-    if isinstance(now, Tensor) and kind_of(now) != kind_of(then):
-        raise ValueError(f"{name} is {then.dtype}, not {now.dtype}")
+    if kind_of(now) != kind_of(then):
+        kind = getattr(then, "dtype", repr(then))
+        raise ValueError(f"{name} is {kind!s:.60}")
+    if isinstance(now, nn.Parameter) and then.isnan().any():
+        raise ValueError(f"{name} has NaN")
     if isinstance(now, dict):
         for key in now.keys() & then.keys():
             check_alike(f"{name}: {key}", now[key], then[key])
@@ -420,31 +394,11 @@ def check_alike(name: str, now: Any, then: Any) -> None:
             check_alike(name, one, other)
 
 
-def value_of(value: Any) -> Any:
-    """Return the number in a tensor without dimensions; anything else as it is."""
-    return value.item() if isinstance(value, Tensor) and not value.ndim else value
-
-
-def kind_of(tensor: Tensor) -> tuple[bool, bool]:
-    return tensor.is_floating_point(), tensor.is_complex()
-
-
-def follow(scheduler: LambdaLR, optimizer: Optimizer, saved: State, step: int) -> None:
-    """Set a schedule, and the learning rates, to `step`."""
-    if step < 0:
-        raise ValueError(f"last_epoch is {step}")
-    rates = []
-    for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        rates.append(float(lr * factor(step)))
-    now = {
-        "base_lrs": scheduler.base_lrs,
-        "last_epoch": step,
-        "_last_lr": rates,
-        "lr_lambdas": [None] * len(rates),
-    }
-    scheduler.load_state_dict(saved | now)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+def kind_of(value: object) -> object:
+    """Return what a saved value has to have in common with the one of now."""
+    if isinstance(value, Tensor) and value.ndim:
+        return value.is_floating_point(), value.is_complex()
+    return next((kind for kind in ALIKE if isinstance(value, kind)), None)
 
 
 def fill_momenta(parts: Parts) -> None:

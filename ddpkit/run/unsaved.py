@@ -6,7 +6,7 @@ import copy
 import gc
 import sys
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class LoopVariables:
                 changed.append(name)
         if changed:
             self.is_said = True
+            changed.sort(key=lambda name: "." in name)  # attributes come last
             distributed.print0(
                 f"warning: {', '.join(changed)} changed with the epoch: in no checkpoint, so that "
                 "a resumed run starts with the first value; keep it as an attribute of "
@@ -63,20 +64,18 @@ def numbers_around(run: object, saved: list[object]) -> dict[str, object]:
 
     Also those of objects of classes that the project has defined, but for what is `saved`.
     """
-    found: dict[str, object] = {}
+    variables: dict[str, object] = {}
     frame: types.FrameType | None = sys._getframe(1)
     while frame:
         if any(value is run for value in frame.f_locals.values()):
             # and those that it may declare global
-            found = {**frame.f_globals, **frame.f_locals}
+            variables = {**frame.f_globals, **frame.f_locals}
         frame = frame.f_back
-    numbers = {
-        name: value
-        for name, value in found.items()
-        if is_number(value) and name[:2] != "__"  # as __warningregistry__
-    }
-    for name, value in found.items():
-        if is_own(value) and all(value is not part for part in saved):
+    numbers = {}
+    for name, value in variables.items():
+        if is_number(value) and name[:2] != "__":  # as __warningregistry__
+            numbers[name] = value
+        elif is_own(value) and all(value is not part for part in saved):
             for key, each in vars(value).items():
                 if is_number(each):
                     numbers[f"{name}.{key}"] = each
@@ -113,10 +112,11 @@ class Unsaved:
         self.parts = parts
         self.stepped = stepped
         self.looked_at = 0  # optimizers
+        self.said: set[str] = set()
         # of networks that are no parts, before the first step of this process
         self.at_start: dict[nn.Module, int] = {}
 
-    def begin(self) -> None:
+    def note_networks(self) -> None:
         """Note, before the first step, what networks hold that are not among the parts."""
         self.at_start = states.checksums(other_networks(self.parts))
 
@@ -125,11 +125,9 @@ class Unsaved:
         then = self.at_start
         self.at_start = {}
         for network, checksum in states.checksums(other_networks(self.parts)).items():
-            # That of an average may begin in the last epochs.
-            if (
-                is_average_of(network, self.parts)
-                or then.get(network, checksum) != checksum
-            ):
+            # An average of the last epochs has not begun.
+            is_waiting = isinstance(network, AveragedModel) and not network.n_averaged
+            if is_waiting or then.get(network, checksum) != checksum:
                 self._say(f"another network of class {type(network).__name__}")
         strays: set[Tensor] = set()
         for part in self.parts.values():
@@ -144,63 +142,48 @@ class Unsaved:
             )
 
     def say_optimizers(self) -> None:
-        """Say which have stepped; and schedulers, if one has not been looked at before."""
-        if self.looked_at < len(self.stepped):
-            self.looked_at = len(self.stepped)
-            for kind in unsaved(self.parts, self.stepped):
-                self._say(kind)
+        """Say which have stepped, when there are new ones; and schedulers of all that train."""
+        if self.looked_at == len(self.stepped):
+            return
+        self.looked_at = len(self.stepped)
+        saved: list[Any] = []
+        for part in self.parts.values():
+            saved += with_inner(part)
+        optimizers = [each for each in saved if isinstance(each, Optimizer)]
+        optimizers += map(replicas.bare, self.stepped)
+        training: list[Any] = [*optimizers]
+        for scheduler in alive(LRScheduler):
+            # one that could not be made has none
+            if replicas.bare(getattr(scheduler, "optimizer", None)) in optimizers:
+                training.append(replicas.bare(scheduler))
+        for each in training:
+            if each not in saved:
+                self._say(type(each).__name__)
 
     def _say(self, what: str) -> None:
+        if what in self.said:
+            return
+        self.said.add(what)
         distributed.print0(
             f"warning: {what} is not given to {self.door}(...) by name: its state is in no "
             "checkpoint, and a resumed run goes on without it"
         )
 
 
-def unsaved(parts: states.Parts, stepped: Iterable[Optimizer]) -> list[str]:
-    """Return the classes of optimizers and schedulers that are not among the parts, nor in them.
-
-    The optimizers that have stepped, those of the schedulers that are parts, and all schedulers of
-    these and of the optimizers that are parts.
-    """
-    saved: list[Any] = []
-    for part in parts.values():
-        saved += with_inner(part)
-    optimizers = [each for each in saved if isinstance(each, Optimizer)]
-    optimizers += stepped
-    optimizers += [each.optimizer for each in saved if isinstance(each, LRScheduler)]
-    optimizers = list(map(replicas.bare, optimizers))
-    trained = [*optimizers]
-    for scheduler in alive(LRScheduler):
-        # one that could not be made has none
-        if replicas.bare(getattr(scheduler, "optimizer", None)) in optimizers:
-            trained.append(replicas.bare(scheduler))
-    return sorted({type(each).__name__ for each in trained if each not in saved})
-
-
-def is_average_of(network: nn.Module, parts: states.Parts) -> bool:
-    """Return whether it is an average of a network like one of the parts."""
-    if not isinstance(network, AveragedModel):
-        return False
-    networks = [part for part in parts.values() if isinstance(part, nn.Module)]
-    names = [network.state_dict().keys() for network in networks]
-    return network.module.state_dict().keys() in names
-
-
 def with_inner(part: Any) -> list[Any]:
     """Return a part, and what it holds of which it saves the state, as SequentialLR does."""
-    found = [part]
+    saved = [part]
     if isinstance(part, nn.Module):
-        return found
-    kind = Optimizer | nn.Module
+        return saved
+    kinds: tuple[type, ...] = (Optimizer, nn.Module)
     held = list(getattr(part, "__dict__", {}).values())
     if isinstance(part, LRScheduler):
-        kind = LRScheduler  # in lists, too; not its optimizer
+        kinds = (LRScheduler,)  # in lists, too; not its optimizer
         held = tree_leaves(held)
     for each in held:
-        if isinstance(each, kind):
-            found += with_inner(each)
-    return found
+        if isinstance(each, kinds):
+            saved += with_inner(each)
+    return saved
 
 
 def other_networks(parts: states.Parts) -> dict[nn.Module, states.State]:
@@ -209,20 +192,23 @@ def other_networks(parts: states.Parts) -> dict[nn.Module, states.State]:
     for part in parts.values():
         for each in with_inner(part):
             if isinstance(each, nn.Module):
-                saved.update(map(id, each.state_dict(keep_vars=True).values()))
+                saved.update(map(id, [*each.parameters(), *each.buffers()]))
     # one that could not be made has no layers
     modules = [each for each in alive(nn.Module) if "_modules" in vars(each)]
     layers = {id(layer) for module in modules for layer in module.children()}
-    found = {}
+    others = {}
     for module in modules:
         if id(module) in layers:
             continue
         with contextlib.suppress(Exception):  # of what a library has as a network
-            state = module.state_dict(keep_vars=True)
-            own = [item for item in state.items() if id(item[1]) not in saved]
-            if own:  # a wrapper of a part has none
-                found[module] = replicas.plain(own)
-    return found
+            names = module.state_dict().keys()  # without caches
+            own = []  # a wrapper of a part has none
+            for name, each in (*module.named_parameters(), *module.named_buffers()):
+                if name in names and id(each) not in saved:
+                    own.append((name, each))
+            if own:
+                others[module] = replicas.plain(own)
+    return others
 
 
 def alive(kind: type) -> list:

@@ -28,9 +28,6 @@ from ddpkit.vision.places import EXTENSIONS, Place
 
 # as are often beside images
 NO_IMAGES = {"", ".csv", ".db", ".ini", ".json", ".txt", ".xml"}
-LABELS_IN_TEXT = {".txt", ".json", ".xml", ".csv"}
-# Names of folders, such as train_1. Of both kinds in one part, they have been mixed up.
-SPLITS = (r"train(ing)?[\W_]*\d*", r"(val|valid|validation|test|testing)[\W_]*\d*")
 # What systems, disks and network storage make by themselves, in small letters.
 LEFTOVERS = """#recycle|#snapshot|$extend|$recycle.bin|@__thumb|@eadir|@recently-snapshot|@recycle|
     @sharebin|@tmp|@transcode|__macosx|__pycache__|desktop.ini|ehthumbs.db|found.000|lost+found|
@@ -46,6 +43,7 @@ Pairs = list[tuple]
 Fold = tuple[int, int]  # part N of K
 Note = Callable[[UserError], None]  # what becomes of an error
 COLUMNS = {False: ("file", "label"), True: ("image", "mask")}  # of lists; with masks
+FILE_COLUMNS = {"file", "image", "mask"}
 SEPARATOR = ";"  # of labels
 SPLIT_COLUMNS = {"split", "subset", "set", "part", "partition"}  # in a list
 REMEDY = "names may differ by one ending, the same for all, or list the pairs in DIR/train.csv"
@@ -92,51 +90,57 @@ def say_skipped(why: str, what: str) -> None:
     distributed.print0(f"skipped, because {why}: {what}")
 
 
+def walk_data(
+    folder: Path, output: Path | None = None, may_be_output: bool = False
+) -> Iterator[tuple[str, list[str], list[str], set[str]]]:
+    """Like `walk`, but for what runs and predict.py have written, whose names are given, too.
+
+    may_be_output: that may be all of `folder`. output: where predict.py writes.
+    """
+    for parent, inner, names in walk(folder):
+        found = {*inner, *names}
+        made: set[str] = set()
+        if any(found >= own for own in OF_RUNS):
+            # what somebody names is meant, whatever has been written there
+            is_meant = parent == str(folder) and not may_be_output
+            made = found & FOLDERS_OF_RUNS if is_meant else found
+        elif found >= OF_PREDICTIONS or os.path.realpath(parent) == str(output):
+            made = found & OF_PREDICTIONS
+        if made:
+            say_skipped("a run or predict.py writes there", parent)
+        # `walk` goes on with what is left
+        inner[:] = [name for name in inner if name not in made]
+        yield parent, inner, [name for name in names if name not in made], made
+
+
 def list_images(
     folder: Path, output: Path | None = None, may_be_output: bool = False
 ) -> list[str]:
     """Return the paths of all images below `folder`, sorted; a UserError if there is none.
 
-    What runs and predict.py have written is left out; the files of `folder` itself if it may be
-    that. output: where predict.py writes.
+    output, may_be_output: as of `walk_data`.
     """
     paths_of: dict[str, list[str]] = {}  # by the files' endings
     has_output = False
-    for parent, inner, names in walk(folder):
-        found = set(inner + names)
-        made: set[str] = set()
-        # what somebody names is meant, whatever has been written there
-        if is_of_run(found) and (may_be_output or parent != str(folder)):
-            made = found
-        elif found >= OF_PREDICTIONS or os.path.realpath(parent) == str(output):
-            made = found & OF_PREDICTIONS
-        if made:
-            say_skipped("a run or predict.py writes there", parent)
-            has_output = True
-            inner[:] = [name for name in inner if name not in made]
+    for parent, _, names, made in walk_data(folder, output, may_be_output):
+        has_output = has_output or bool(made)
         for name in names:
-            if not name.startswith(".") and name not in made:
+            if not name.startswith("."):
                 ending = os.path.splitext(name)[1].lower()
                 paths_of.setdefault(ending, []).append(os.path.join(parent, name))
     # arrays may be anything, such as embeddings beside the images
     read = (EXTENSIONS & paths_of.keys()) or ({".npy"} & paths_of.keys())
-    if not read and not (may_be_output and has_output):
+    if not read and may_be_output and has_output:
+        return []  # the folder of a run, no class
+    if not read:
         there = shorten(sorted(paths_of)) or "nothing"
-        hint = ""
-        if not paths_of.keys().isdisjoint(LABELS_IN_TEXT):
-            hint = "; python -m ddpkit convert takes labels in text"
         raise UserError(
             f"{folder}: no images in it ({there}); add some, such as .jpg or .png, or remove the "
-            f"folder{hint}"
+            "folder"
         )
-    if read:  # else it is the folder of a run, no class
-        for ending in sorted(paths_of.keys() - read - NO_IMAGES):
-            say_skipped("their type is not read", ending)
+    for ending in sorted(paths_of.keys() - read - NO_IMAGES):
+        say_skipped("their type is not read", ending)
     return sorted(path for ending in read for path in paths_of[ending])
-
-
-def is_of_run(names: set[str]) -> bool:
-    return any(names >= own for own in OF_RUNS)
 
 
 def collect(
@@ -149,17 +153,18 @@ def collect(
     found = []
     output = output and output.resolve()
     are_several = len(inputs) > 1  # of which a shell's * may have named some
-    for given in dict.fromkeys(inputs):  # each once
-        place = Path(given)
-        is_written = place.name in OF_PREDICTIONS and place.parent.resolve() == output
-        if are_several and (is_written or is_leftover(place.name)):
+    for given in dict.fromkeys(map(Path, inputs)):  # each once
+        is_written = given.name in OF_PREDICTIONS and given.parent.resolve() == output
+        if are_several and (is_written or is_leftover(given.name)):
             continue
         if os.path.isfile(given):  # False, too, of a name that is too long
-            found.append((str(given), os.path.splitext(place.name)[0]))
-            continue
-        for path in list_images(place, output, are_several):
-            below = os.path.relpath(path, given)
-            found.append((path, os.path.splitext(below)[0]))
+            start = given.parent
+            paths = [str(given)]
+        else:
+            start = given
+            paths = list_images(given, output, are_several)
+        for path in paths:
+            found.append((path, os.path.splitext(os.path.relpath(path, start))[0]))
     return found
 
 
@@ -196,16 +201,11 @@ def hold_out(
 
     Of each class as many, unless samples have groups, of which each stays together, or no class.
     """
-    has_groups = any(len(sample) > 2 for sample in samples)
     # By class, then by group or path: the indices of what stays together.
     units: dict[object, dict[str, list[int]]] = {}
-    for index, sample in enumerate(samples):
-        if has_groups:
-            kind = None
-            unit = sample[2]
-        else:
-            kind = sample[1] if isinstance(sample[1], int) else None
-            unit = os.path.relpath(sample[0], root)
+    for index, (path, label, *group) in enumerate(samples):
+        unit = group[0] if group else os.path.relpath(path, root)
+        kind = None if group or isinstance(label, str) else label
         units.setdefault(kind, {}).setdefault(unit, []).append(index)
     held = []
     for found in units.values():
@@ -227,7 +227,7 @@ def split(
     """Split samples into those for training and those that `hold_out` takes; say so."""
     # by class and path, in whichever order the list or the folders have them
     samples = sorted(samples, key=lambda s: (s[1] if isinstance(s[1], int) else 0, s))
-    held = hold_out(samples, root, fold)
+    held = set(hold_out(samples, root, fold))
     place = root / ("val.csv" if has_lists(root) else "val")
     if not 0 < len(held) < len(samples):
         few = f"{root}: {len(samples)} images for training are too few to split"
@@ -237,8 +237,8 @@ def split(
     distributed.print0(
         f"{why}: {len(held)} of {len(samples)} images used for validation"
     )
-    others = sorted(set(range(len(samples))) - set(held))
-    return [samples[i] for i in others], [samples[i] for i in held]
+    others = [sample for n, sample in enumerate(samples) if n not in held]
+    return others, [samples[n] for n in sorted(held)]
 
 
 def has_lists(root: Path) -> bool:
@@ -352,44 +352,34 @@ def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs
     """Return the samples, by class, with its number in place of its name, or a text of several."""
     number_of = {name: number for number, name in enumerate(classes)}
     found = []
-    for sample in samples:
+    for path, label, *group in samples:
         # without doubles, such as "cat; cat"; unknown ones come in `check` alone
-        known = number_of.keys() & set(labels_in(sample[1], several))
+        known = number_of.keys() & set(labels_in(label, several))
         own = sorted(number_of[name] for name in known)
         if several:
-            found.append((sample[0], SEPARATOR.join(map(str, own)), *sample[2:]))
+            found.append((path, SEPARATOR.join(map(str, own)), *group))
         elif own:
-            found.append((sample[0], own[0], *sample[2:]))
+            found.append((path, own[0], *group))
     return sorted(found, key=itemgetter(1))
-
-
-def class_folders(folder: Path) -> list[str]:
-    """Return the names of the folders in `folder`, but for those of a run that writes there."""
-    _, inner, names = next(walk(folder))
-    if not is_of_run(set(names)):
-        return inner
-    for name in sorted(FOLDERS_OF_RUNS & set(inner)):
-        say_skipped("a run writes there", str(folder / name))
-    return [name for name in inner if name not in FOLDERS_OF_RUNS]
 
 
 def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
     """Return (path, class name) of all images in the class folders of a place."""
     folder = place.images
-    names = class_folders(folder)
-    for name in names if place.is_flat else []:
-        if places.is_part(name):
+    _, names, _, _ = next(walk_data(folder))
+    classes = []
+    for name in names:
+        part = places.part_in_name(name) if place.is_flat else ""
+        if part and places.is_part(name):
             distributed.print0(f"{folder / name}: a part of the set, no class")
-    if place.is_flat:
-        names = [name for name in names if not places.is_part(name)]
-        for name in names:
-            part = places.part_in_name(name)
-            if part:
-                distributed.print0(
-                    f"{folder / name}: taken for a class; if it is not, rename it to "
-                    f"{folder / part}, or move it elsewhere"
-                )
-    if not names:
+            continue
+        if part:
+            distributed.print0(
+                f"{folder / name}: taken for a class; if it is not, rename it to "
+                f"{folder / part}, or move it elsewhere"
+            )
+        classes.append(name)
+    if not classes:
         hint = ""
         if places.images_in(folder) and folder.name in places.PARTS["train"]:
             hint = (
@@ -400,7 +390,7 @@ def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
             f"{folder}: no class folders in it{hint}; README.md describes what is expected"
         )
     found: Pairs = []
-    for name in names:
+    for name in classes:
         try:
             if name.encode("utf-8", "ignore").decode() != name:
                 raise UserError(
@@ -410,7 +400,7 @@ def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
             found += [(path, name) for path in paths]
         except UserError as error:
             note(error)
-    inside = [path[len(str(folder)) :] for path, _ in found]
+    inside = [path[len(str(folder)) + 1 :] for path, _ in found]
     refuse_splits(inside, folder, place.is_flat, has_classes=True)
     return found
 
@@ -424,29 +414,21 @@ def refuse_splits(
     """Raise a UserError if `names`, paths in `folder`, lie in folders of several parts.
 
     is_whole: the folder is that of no part, but of all there is. has_classes: the outermost folders
-    are classes, whose names may have any words.
+    are classes, whose names may have any words, but for that of a part alone.
     """
-    parents = {os.path.dirname(name) for name in names}
-    parts = {part.lower() for parent in parents for part in Path(parent).parts}
-    are_several = all(
-        any(re.fullmatch(kind, part) for part in parts) for kind in SPLITS
-    )
-    # words in names count beside each other: train_set and test_set
-    words: dict[Path, set[str]] = {}
-    for parent in parents:
-        levels = [Path(parent), *Path(parent).parents]
+    named: dict[str, set[str]] = {}  # folders, by part
+    for parent in {os.path.dirname(name) for name in names}:
+        levels = Path(parent).parts
         if has_classes:
-            levels = levels[:-2]  # but for the class and what is above
-        for place in levels:
-            words.setdefault(place.parent, set()).add(places.part_in_name(place.name))
-    are_beside = any(len(found - {""}) > 1 for found in words.values())
-    held_out = {"val", "test"}
-    has_held_out = is_whole and any(found & held_out for found in words.values())
-    if are_several or are_beside or has_held_out:
-        inner = {name for parent in parents for name in Path(parent).parts}
-        named = [name for name in sorted(inner) if places.part_in_name(name)]
+            levels = (*filter(places.is_part, levels[:1]), *levels[1:])
+        for name in levels:
+            part = places.part_in_name(name)
+            if part:
+                named.setdefault(part, set()).add(name)
+    if len(named) > 1 or (is_whole and named.keys() & {"val", "test"}):
+        found = sorted(set().union(*named.values()))
         raise UserError(
-            f"{folder}: folders of parts lie in it ({shorten(named)}), and all would be trained "
+            f"{folder}: folders of parts lie in it ({shorten(found)}), and all would be trained "
             "on; they have to be the outermost: DIR/train, DIR/val, DIR/test"
         )
 
@@ -474,37 +456,40 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
     """Return (image path, mask path) of the images in a place; a line says how names differ."""
     folder = place.images
     folder_of_masks = place.masks or folder
-    found = collect([folder])
+    or_convert = f"; or, for other labels: {places.convert_command(place.root)}"
+    try:
+        found = collect([folder])
+        found_masks = collect([folder_of_masks])
+    except UserError as error:
+        raise UserError(f"{error.line}{or_convert}", error.code) from None
     if folder_of_masks == folder:  # the names tell
         found_masks = [each for each in found if places.is_beside(each[0])]
         found = [each for each in found if not places.is_beside(each[0])]
-    else:
-        found_masks = collect([folder_of_masks])
     image_of = index_by_name(found, note)
     mask_of = index_by_name(found_masks, note)
     for names, parent in (image_of, folder), (mask_of, folder_of_masks):
         # DIR/images/train2 beside DIR/images/val2 would all be for training
         is_whole = not any(map(places.is_part, parent.parts[-2:]))
         refuse_splits(names, parent, is_whole)
-    matched = pairing.match_names(image_of, mask_of)
-    how = matched.rule.describe()
-    if how:
-        distributed.print0(f"{folder_of_masks}: {how}")
-    for name in matched.images:
-        there = f", which has {mask_of[matched.masks[0]]}" if matched.masks else ""
+    mask_with, rule = pairing.match_names(image_of, mask_of)
+    if rule.describe():
+        distributed.print0(f"{folder_of_masks}: {rule.describe()}")
+    masks_left = sorted(mask_of.keys() - set(mask_with.values()))
+    for name in sorted(image_of.keys() - mask_with.keys()):
+        there = f", which has {mask_of[masks_left[0]]}" if masks_left else ""
         lack = f"{image_of[name]}: no mask of that name in {folder_of_masks}{there}"
-        note(UserError(f"{lack}; {REMEDY}"))
-    for name in matched.masks:
+        note(UserError(f"{lack}; {REMEDY}{or_convert}"))
+    for name in masks_left:
         lack = f"{mask_of[name]}: no image of that name in {folder}"
-        note(UserError(f"{lack}; {REMEDY}"))
-    pairs = sorted(matched.pairs.items())
-    return [(image_of[image], mask_of[mask]) for image, mask in pairs]
+        note(UserError(f"{lack}; {REMEDY}{or_convert}"))
+    return [
+        (image_of[image], mask_of[mask]) for image, mask in sorted(mask_with.items())
+    ]
 
 
 def read_list(path: Path, has_masks: bool, note: Note = raise_it) -> Pairs:
     """Return the values of COLUMNS in each row of a CSV file, and of `group`, if it has that."""
     columns = COLUMNS[has_masks]
-    count = 1 + has_masks  # paths
     found = []
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -516,24 +501,24 @@ def read_list(path: Path, has_masks: bool, note: Note = raise_it) -> Pairs:
                 if name not in names:
                     raise UserError(
                         f"{path}: no column {name} in its first line, which must name the "
-                        f"columns {','.join(columns)}"
+                        f"columns {','.join(columns)}, or have it read by "
+                        f"{places.convert_command(path.parent)}"
                     )
             wanted = [*columns, "group"] if "group" in names else columns
             others = [name for name in names if name and name not in wanted]
             if others:
                 distributed.print0(f"{path}: columns not used: {', '.join(others)}")
-            divides = [name for name in others if name.lower() in SPLIT_COLUMNS]
-            part = places.part_in_name(path.stem)
             for row in table:
-                for name in divides:
-                    refuse_part(f"{path}, line {table.line_num}", name, row[name], part)
-                # as spreadsheets leave below the last one
-                if "".join(row[name] for name in names).strip():
-                    line = f"{path}, line {table.line_num}"
-                    try:
-                        found.append(_read_row(line, row, wanted, path.parent, count))
-                    except UserError as error:
-                        note(error)
+                line = f"{path}, line {table.line_num}"
+                values = {name: row[name].strip() for name in names}
+                if not any(values.values()):  # as spreadsheets leave below the last one
+                    continue
+                for name in others:
+                    refuse_part(line, name, values[name], path)
+                try:
+                    found.append(_read_row(line, values, wanted, path.parent))
+                except UserError as error:
+                    note(error)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
             f"{path}: cannot be read ({error}); save it as CSV in UTF-8"
@@ -543,27 +528,29 @@ def read_list(path: Path, has_masks: bool, note: Note = raise_it) -> Pairs:
     return found
 
 
-def refuse_part(line: str, column: str, value: str, part: str) -> None:
-    """Raise a UserError if a row is of another part than its list."""
-    name = value.strip()
+def refuse_part(line: str, column: str, name: str, path: Path) -> None:
+    """Raise a UserError if a row of the list at `path` is of another part than that."""
     found = places.part_in_name(name) if places.is_part(name) else ""
-    if found and found != part:
+    if column.lower() in SPLIT_COLUMNS and found not in (
+        "",
+        places.part_in_name(path.stem),
+    ):
         raise UserError(
-            f"{line}: {column} is {name}, but all rows of this list are for {part}; move "
-            f"those of {found} into {found}.csv"
+            f"{line}: {column} is {name}, but all rows of this list are for "
+            f"{places.part_in_name(path.stem)}; move those of {found} into {found}.csv"
         )
 
 
 def _read_row(
-    line: str, row: dict[str, str], columns: Sequence[str], root: Path, count: int
+    line: str, row: dict[str, str], columns: Sequence[str], root: Path
 ) -> tuple:
-    """Return the values of `columns` in a row; the first `count` are paths of files."""
-    values: list[str] = []
+    """Return the values of `columns` in a row, of files their paths."""
+    values = []
     for name in columns:
-        value = row[name].strip()
+        value = row[name]
         if not value:
             raise UserError(f"{line}: no {name}; add it")
-        if len(values) < count:
+        if name in FILE_COLUMNS:
             value = os.path.join(root, value)  # one from the root stays as it is
             if not os.path.isfile(value):
                 raise UserError(f"{line}: {value} does not exist; correct the line")
@@ -689,11 +676,11 @@ def find_classes(
     data = Path(data)
     samples, val_samples, classes = find_labelled(data, part, fold)
     train, val = _make_parts(data, samples, val_samples, mean, std, arch)
-    train.classes = len(classes)
-    val.classes = len(classes)
-    labels = [n for sample in train.samples for n in class_numbers(sample[1])]
-    val_labels = [n for sample in val.samples for n in class_numbers(sample[1])]
-    class_counts.say_images(classes, labels, val_labels, part)
+    labels = []
+    for each in train, val:
+        each.classes = len(classes)
+        labels.append([n for sample in each.samples for n in class_numbers(sample[1])])
+    class_counts.say_images(classes, labels[0], labels[1], part)
     return train, val, classes
 
 

@@ -66,9 +66,8 @@ class LazyImage(Image.Image):
     """An image or a mask, upright, that is decoded once its pixels are asked for.
 
     It is a PIL image, so that PIL's methods and the transforms of torchvision take it, and
-    np.asarray(image) is uint8 (H, W, 3), which albumentations takes. A mask has mode P, whose class
-    numbers PIL never averages, and is (H, W). `read` returns a part at another size, as a tensor,
-    and decodes a JPEG no larger than that needs.
+    np.asarray(image) is uint8 (H, W, 3), which albumentations takes; of a mask (H, W). `read`
+    returns a part at another size, as a tensor, and decodes a JPEG no larger than that needs.
 
     With "channels" in data.json pixels are float32 (H, W, channels); more than one are no PIL
     image: a UserError, but from np.asarray and `read`.
@@ -76,8 +75,7 @@ class LazyImage(Image.Image):
     decode: n -> the pixels at 1 / n of height and width, rounded up. shrinks: the n that `decode`
     takes besides 1, in descending order. grid: those of the image that a mask belongs to: its parts
     begin and end where the image's do. is_turned: whether EXIF has turned it, which its height and
-    width do not show. stored, translate: a mask's pixels as its file has them, and what makes
-    class numbers of a part of them, so that only what is read has to be looked up.
+    width do not show.
 
         def val_transform(image: ddpkit.LazyImage) -> Tensor:
             return image.read((0, 0, image.height, image.width), (224, 224))
@@ -97,18 +95,15 @@ class LazyImage(Image.Image):
         self.decode = decode
         self.shrinks = shrinks
         self.grid: Sequence[int] = ()
-        self.is_mask = mode == "P"
         self.is_turned = False
-        self.stored: np.ndarray | None = None
-        self.translate: Callable[[np.ndarray], np.ndarray] | None = None
         self.is_loaded = False  # into memory of PIL, where its methods may change it
 
     @classmethod
     def of(cls, pixels: np.ndarray) -> "LazyImage":
         """Return pixels (H, W, channels) or (H, W), in memory or mapped from a file."""
         if pixels.ndim == 2:
-            mode = "P"
-        elif pixels.dtype == np.uint8 and pixels.shape[2] == 3:
+            return LazyMask(pixels, lambda part: part)
+        if pixels.dtype == np.uint8 and pixels.shape[2] == 3:
             mode = "RGB"
         else:
             # PIL has no images of several floats: such a mode is none of its own
@@ -128,7 +123,7 @@ class LazyImage(Image.Image):
             if self.mode == "F":
                 pixels = pixels[..., 0]
             plain = Image.fromarray(pixels)
-            if self.is_mask:
+            if self.mode == "P":
                 plain.putpalette(GREYS)
             self.im = plain.im
             self.palette = plain.palette
@@ -145,17 +140,6 @@ class LazyImage(Image.Image):
             )
         return super().getbands()
 
-    def transform(self, *how: Any, **options: Any) -> Image.Image:
-        """As PIL's, which rotations and shears call; a mask is not filled with a class."""
-        fill = options.get("fillcolor")
-        if self.is_mask and fill in (None, 0, (0,)):
-            raise UserError(
-                "a mask that is rotated or sheared before it is cropped gets 0, a class, at its "
-                "edges: do it after the crop, whose masks are tv_tensors.Mask, with fill="
-                '{tv_tensors.Mask: 255, "others": 0}'
-            )
-        return super().transform(*how, **options)
-
     @property
     def __array_interface__(self) -> dict[str, Any]:
         if self.is_loaded:
@@ -171,18 +155,15 @@ class LazyImage(Image.Image):
     def read(
         self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0
     ) -> Tensor:
-        """Return uint8 (3, H, W), of a mask (H, W): what is in `box`, resized to `size`.
+        """Return uint8 (3, H, W): what is in `box`, resized to `size`, as the mean of its pixels.
 
         With "channels" in data.json float32 (channels, H, W).
         box: may reach beyond the edges, where `fill` is; default: the whole image. With a size it
         is rounded to the decoder's grid, by less than a pixel of the result.
-        size: (height, width); default: that of `box`. Images are averaged, masks are not.
+        size: (height, width); default: that of `box`.
         """
         box = box or (0, 0, self.height, self.width)
         shrink, (top, left, bottom, right) = self._edges(box, size)
-        if self.is_mask:
-            found = self._read_mask((top, left, bottom, right), size, fill)
-            return torch.from_numpy(found)
         # what of it the image has
         rows = slice(max(top, 0), max(bottom, 0))
         columns = slice(max(left, 0), max(right, 0))
@@ -202,31 +183,6 @@ class LazyImage(Image.Image):
             pixels = interpolate(pixels, size, mode="bilinear", antialias=True)
         return pixels[0]
 
-    def _read_mask(
-        self, edges: Box, size: tuple[int, int] | None, fill: int
-    ) -> np.ndarray:
-        """Return what lies between top, left, bottom and right edges, resized to `size`."""
-        top, left, bottom, right = edges
-        size = size or (bottom - top, right - left)
-        stored = self.stored
-        if stored is None or self.is_loaded:
-            stored = self._decoded(1)
-        y, rows = _nearest(top, bottom, size[0], self.height)
-        x, columns = _nearest(left, right, size[1], self.width)
-        if isinstance(columns, slice):
-            part = stored[rows, columns].copy()
-        else:  # a row at a time: at once takes six times as long
-            part = stored[rows].take(columns, axis=1)
-        if self.translate and not self.is_loaded and part.size:
-            part = self.translate(part)
-        height, width = part.shape[:2]
-        if (height, width) == size:
-            return part
-        found = np.full(size, fill, np.uint8)
-        if part.size:
-            found[y : y + height, x : x + width] = part
-        return found
-
     def _decoded(self, shrink: int) -> np.ndarray:
         if self.is_loaded:  # PIL may have changed it
             found = np.asarray(self)
@@ -244,6 +200,56 @@ class LazyImage(Image.Image):
         edges = [top, left, top + height, left + width]
         top, left, bottom, right = [round(n / cell) * (cell // shrink) for n in edges]
         return shrink, (top, left, bottom, right)
+
+
+class LazyMask(LazyImage):
+    """A mask, of mode P, whose class numbers PIL never averages.
+
+    stored: its pixels as the file has them, (H, W). translate: makes class numbers of a part of
+    them, so that only what is read has to be looked up.
+    """
+
+    def __init__(
+        self, stored: np.ndarray, translate: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        height, width = stored.shape
+        super().__init__(height, width, lambda _: translate(stored), mode="P")
+        self.stored = stored
+        self.translate = translate
+
+    def transform(self, *how: Any, **options: Any) -> Image.Image:
+        """As PIL's, which rotations and shears call, but not filled with a class."""
+        if options.get("fillcolor") in (None, 0, (0,)):
+            raise UserError(
+                "a mask that is rotated or sheared before it is cropped gets 0, a class, at its "
+                "edges: do it after the crop, whose masks are tv_tensors.Mask, with fill="
+                '{tv_tensors.Mask: 255, "others": 0}'
+            )
+        return super().transform(*how, **options)
+
+    def read(
+        self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0
+    ) -> Tensor:
+        """Return uint8 (H, W), as `LazyImage.read`, but of single pixels."""
+        box = box or (0, 0, self.height, self.width)
+        _, (top, left, bottom, right) = self._edges(box, size)
+        size = size or (bottom - top, right - left)
+        stored = self._decoded(1) if self.is_loaded else self.stored
+        y, rows = _nearest(top, bottom, size[0], self.height)
+        x, columns = _nearest(left, right, size[1], self.width)
+        if isinstance(columns, slice):
+            part = stored[rows, columns].copy()
+        else:  # a row at a time: at once takes six times as long
+            part = stored[rows].take(columns, axis=1)
+        if part.size and not self.is_loaded:
+            part = self.translate(part)
+        height, width = part.shape
+        if (height, width) == size:
+            return torch.from_numpy(part)
+        found = np.full(size, fill, np.uint8)
+        if part.size:
+            found[y : y + height, x : x + width] = part
+        return torch.from_numpy(found)
 
 
 def _nearest(
@@ -304,17 +310,28 @@ def _size_of_upright(data: bytes) -> tuple[int, int] | None:
     """Return width and height of a JPEG that nothing turns: in a tenth of the time Pillow takes."""
     if not (simplejpeg and data.startswith(b"\xff\xd8\xff")):
         return None
-    end = 2  # of the segments before the pixels: a marker of two bytes, and a length
-    while data[end : end + 1] == b"\xff" and data[end + 1 : end + 2] != START_OF_SCAN:
-        end += 2 + int.from_bytes(data[end + 2 : end + 4], "big")
+    header, _ = _divide(data)
     # XMP may have an orientation, too
-    if data.find(b"Exif", 0, end) >= 0 or data.find(b"Orientation", 0, end) >= 0:
+    if any(b"Exif" in segment or b"Orientation" in segment for segment in header):
         return None
     with contextlib.suppress(ValueError):  # then Pillow may read it, or explain
         height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
         if colors in ("YCbCr", "Gray"):  # CMYK needs Pillow
             return width, height
     return None
+
+
+def _divide(data: bytes) -> tuple[list[bytes], bytes]:
+    """Return the segments of a JPEG's header, without what lies between them, and the rest."""
+    header = []
+    at = data.find(b"\xff", 2)
+    while at >= 0 and data[at + 1 : at + 2] != START_OF_SCAN:
+        end = at + 1
+        if data[end : end + 1] not in (b"", b"\0", b"\xff"):  # else it is no segment
+            end += 1 + int.from_bytes(data[at + 2 : at + 4], "big")
+            header.append(data[at:end])
+        at = data.find(b"\xff", end)
+    return header, data[at:]
 
 
 def _open_jpeg(path: str, data: bytes, size: tuple[int, int]) -> LazyImage:
@@ -341,46 +358,22 @@ def _decode_strictly(
 ) -> np.ndarray | None:
     """Return the pixels of a JPEG, at least so many rows and columns; None if Pillow has to try.
 
-    Raises what simplejpeg says of the pixels, which Pillow keeps to itself. What it says of the
-    header alone, or of padding, does no harm: the pixels are whole.
+    Raises what simplejpeg says of the pixels, which Pillow keeps to itself. It says one thing
+    alone, the first: so it gets nothing of the header but what decides the pixels.
     """
     if not simplejpeg:
         return None
+    header, rest = _divide(data)
+    kept = [segment for segment in header if segment[1:2] not in COMMENTS]
+    bare = b"".join([data[:2], *kept, rest])
     try:
-        return simplejpeg.decode_jpeg(data, kind, min_height=rows, min_width=columns)
+        return simplejpeg.decode_jpeg(bare, kind, min_height=rows, min_width=columns)
     except ValueError as error:
         text = str(error)
-        if not text.startswith("Corrupt") or PADDING.search(text):
-            return None
-        # It says one thing alone, the first: without it the next is heard.
-        bare = _bare(data)
-        if text != _fault_of_header(data) or len(bare) == len(data):
+        # of padding: the pixels are whole
+        if text.startswith("Corrupt") and not PADDING.search(text):
             raise
-    return _decode_strictly(bare, kind, rows, columns)
-
-
-def _fault_of_header(data: bytes) -> str:
-    try:
-        simplejpeg.decode_jpeg_header(data)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _bare(data: bytes) -> bytes:
-    """Return a JPEG whose header has nothing but what decides the pixels."""
-    kept = [data[:2]]
-    at = data.find(b"\xff", 2)
-    while at >= 0 and data[at + 1 : at + 2] != START_OF_SCAN:
-        marker = data[at + 1 : at + 2]
-        length = 1
-        if marker not in (b"", b"\0", b"\xff"):  # else it is none
-            length = 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-            if marker not in COMMENTS:
-                kept.append(data[at : at + length])
-        at = data.find(b"\xff", at + length)
-    kept.append(data[at:])
-    return b"".join(kept)
+    return None
 
 
 def _upright(file: ImageFile.ImageFile, data: bytes) -> Image.Image:

@@ -9,9 +9,9 @@ With colours a pixel means what it shows, however its file stores it. Without, a
 its value, and a coloured palette the number of its entry. Masks of one set have to agree.
 """
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +20,15 @@ from PIL import Image
 from ddpkit.data.format import DEFAULT_FORMAT, VOID, Format
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import images
-from ddpkit.vision.images import LazyImage
+from ddpkit.vision.images import LazyMask
 
 # by what a mask shows: what it means, and in which file
 Meant = dict[str, tuple[str, str]]
 BLACK_WHITE = "black and white"
-OF_8_BITS = ("1", "L")  # modes of Pillow, but for colours and palettes
+OF_8_BITS = ("1", "L", "P")  # modes of Pillow
+KEYS = 2**24  # colours that a table has room for
+KNOWN = 256  # the bit above those of a class number
 LOSSY = ("JPEG", "MPO", "AVIF", "HEIF")  # formats of Pillow
-MOST_HASHED = 512  # of known keys: of many more, two would share each hash
-FACTOR = 0x9E3779B1  # by which integers are spread, 2^32 over the golden ratio
 MANY = 8  # values that no line of classes.txt has, as smoothed edges have
 FORMS = "NAME, NAME = VALUE, or NAME = R G B with colours of 0 to 255"
 LINE = re.compile(
@@ -50,22 +50,20 @@ class Labels(Classes):
     """The class names, and what stands for them in masks, as the lines of classes.txt say.
 
     kind: how many numbers each line has. values, colored: class number or VOID, by grey value, and
-    by the four bytes of a colour, RGBA. has_greys: whether grey values are listed colours.
+    by colour, as `_as_keys` has it. has_greys: whether grey values are listed colours.
     white: the value of white in masks that are stored in black and white.
     meant: what the masks that were read mean.
     """
 
     def __init__(self, names: Sequence[str], kind: int, keys: dict[tuple, int]) -> None:
+        self.colored: dict[int, int] = {}
         greys: dict[int, int] = {}
-        self.colored = {0: VOID}  # never empty, for `_look_up`: no opaque colour is 0
         if kind == 3:
-            first: dict[int, tuple] = {}  # of a class with several colours
+            # of a class with several colours the first
+            color_of = {number: color for color, number in reversed(keys.items())}
+            super().__init__(names, [color_of[n] for n in range(len(names))])
             for color, number in keys.items():
-                first.setdefault(number, color)
-            super().__init__(names, [first[number] for number in range(len(names))])
-            for color, number in keys.items():
-                opaque = bytes(color) + b"\xff"  # RGBA, as Pillow has it in memory
-                self.colored[int.from_bytes(opaque, "little")] = number
+                self.colored[int.from_bytes(bytes(color), "little")] = number
                 if len(set(color)) == 1:
                     greys[color[0]] = number
             # Without a listed grey a mask in grey can only mean the class numbers.
@@ -108,7 +106,7 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
         rows.append((match[1], key, match[1].lower() == "void"))
     # The first class decides how many numbers each line has: 0, 1 or 3.
     kind = next((len(key) for _, key, is_void in rows if not is_void), 0)
-    names: list[str] = []
+    number_of: dict[str, int] = {}
     keys: dict[tuple, int] = {}
     place = 0  # among the lines with a name alone
     for name, given, is_void in rows:
@@ -117,15 +115,13 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
         # beside names alone, void may have a value
         if len(given) != kind and not (is_void and kind == 0 and len(given) == 1):
             raise UserError(f"{path}: {name}: write all lines in one way: {FORMS}")
-        if key in keys or (name in names and not given):
+        if key in keys or (name in number_of and not given):
             raise UserError(f"{path}: {name}: its name or its value comes twice")
         if is_void:
             keys[key] = VOID  # no class
-        elif name in names:  # one class may have several values
-            keys[key] = names.index(name)
-        else:
-            keys[key] = len(names)
-            names.append(name)
+        else:  # one class may have several values
+            keys[key] = number_of.setdefault(name, len(number_of))
+    names = list(number_of)
     if not 2 <= len(names) <= VOID:
         raise UserError(
             f"{path}: {len(names)} classes; needs 2 to {VOID}, one per line"
@@ -138,7 +134,7 @@ def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.
     return lazy_mask(path, labels, format).pixels
 
 
-def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> LazyImage:
+def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> LazyMask:
     """Return the mask at `path`, whose class numbers are looked up where it is read.
 
     Raises a UserError if the file is no mask. That a value is no class is found, too, where it is
@@ -146,40 +142,60 @@ def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> Laz
     """
     if images.is_array(path):
         values = images.read_array(path, format)
-        is_wide = values.dtype not in (bool, np.uint8)
-        if is_wide and labels.has_greys:
-            raise UserError(
-                f"{path}: a mask of {values.dtype}; save it in RGB, or grey of 8 bits"
-            )
-        if is_wide:
-            return _mask_of(values, Legend(path, labels, labels.values))
+        if values.dtype not in (bool, np.uint8):
+            if labels.has_greys:
+                raise UserError(
+                    f"{path}: a mask of {values.dtype}; save it in RGB, or grey of 8 bits"
+                )
+            # of any type: what classes.txt lists has nine digits at most
+            return LazyMask(values.astype(np.float64), Legend(path, labels).translate)
         image = Image.fromarray(values)
     else:
         image = images.read_stored(path, format)
     _refuse_changed(path, image)
-    if image.mode == "RGB":
+    if image.mode == "RGB" or (image.mode == "P" and labels.kind == 3):
         image = image.convert("RGBA")  # transparent where the file says so of a colour
     if image.mode in ("LA", "RGBA"):
         _refuse_clear(path, image)
     if image.mode == "RGBA":
-        keys = _as_keys(np.asarray(image))
-        return _mask_of(keys, Legend(path, labels, labels.colored))
+        return LazyMask(
+            _as_keys(np.asarray(image)), ColorLegend(path, labels).translate
+        )
     if image.mode == "LA":
         image = image.getchannel("L")
-    stored = np.asarray(image)
-    if image.mode == "P" and labels.kind == 3:
-        shown = _every_value(image)
-        if shown[..., 3].min() != VOID:
-            _refuse_clear(path, image.convert("RGBA"))
-        legend = Legend(path, labels, labels.colored, _as_keys(shown))
-        return _mask_of(stored, legend)
-    if stored.ndim > 2 or (labels.has_greys and image.mode not in OF_8_BITS):
+    if image.mode in OF_8_BITS:
+        stored, legend = _read_bytes(path, labels, image)
+        return LazyMask(stored, legend.translate)
+    values = np.asarray(image)
+    if values.ndim > 2 or labels.has_greys:
         raise UserError(
             f"{path}: a mask of mode {image.mode}; save it in RGB, or grey of 8 bits"
         )
-    if stored.dtype == bool:
-        stored = stored.astype(np.uint8)
-    return _mask_of(stored, _grey_legend(path, labels, image))
+    return LazyMask(values, Legend(path, labels).translate)
+
+
+def _read_bytes(
+    path: str, labels: Labels, image: Image.Image
+) -> tuple[np.ndarray, "Legend"]:
+    """Return the values of 8 bits that stand for classes, uint8 (H, W), and their legend."""
+    stored = np.asarray(image)
+    if image.mode == "L":
+        return stored, GreyLegend(path, labels)
+    is_two_tone = image.mode == "1"
+    if is_two_tone:
+        shown = stored.astype(np.uint8) * 255
+    else:
+        colors = np.zeros((256, 3), np.uint8)
+        palette = image.getpalette() or []  # of the entries that the file has
+        colors.flat[: len(palette)] = palette
+        if (colors != colors[:, :1]).any():
+            return stored, PaletteLegend(path, labels, colors.tolist())
+        # What counts is what it shows: an encoder numbers its greys as it likes.
+        shown = colors[:, 0].take(stored)
+        is_two_tone = not (shown % 255).any() and (shown != stored).any()
+    if is_two_tone:  # 0 and 1 may be meant as well as 0 and 255
+        return shown.clip(max=labels.white), TwoToneLegend(path, labels)
+    return shown, GreyLegend(path, labels)
 
 
 def _refuse_changed(path: str, image: Image.Image) -> None:
@@ -199,144 +215,121 @@ def _refuse_clear(path: str, image: Image.Image) -> None:
         )
 
 
-def _mask_of(stored: np.ndarray, legend: "Legend") -> LazyImage:
-    height, width = stored.shape
-    mask = LazyImage(height, width, lambda _: legend.translate(stored), mode="P")
-    mask.stored = stored
-    mask.translate = legend.translate
-    return mask
-
-
-def _every_value(image: Image.Image) -> np.ndarray:
-    """Return what each value shows in an image with a palette, uint8 (1, 256, 4), RGBA."""
-    row = image.crop((0, 0, 256, 1))
-    row.frombytes(bytes(range(256)))
-    return np.array(row.convert("RGBA"))
-
-
 def _as_keys(colors: np.ndarray) -> np.ndarray:
-    """Return colours, uint8 (H, W, 4), as one number each, (H, W): its four bytes."""
-    return np.ascontiguousarray(colors).view("<u4")[..., 0]
+    """Return colours, uint8 (H, W, 4), (H, W) of one number each: its bytes but for alpha."""
+    return np.ascontiguousarray(colors).view("<u4")[..., 0] & (KEYS - 1)
 
 
-@dataclass
 class Legend:
-    """What the pixels of one mask mean.
+    """What the pixels of one mask mean, by the values that it has."""
 
-    numbers: class number or VOID, by key: a value, or a colour as `_as_keys` makes it.
-    keys: of values of 8 bits, 256; without, a pixel is its own key.
-    greys: what values of 8 bits show, 256; -1: no grey, or not by this value alone.
-    palette: the colours that values of 8 bits show, if they mean numbers all the same.
-    tones: what black and white mean in it.
-    """
+    tones = "other numbers"  # what black and white mean in it
 
-    path: str
-    labels: Labels
-    numbers: dict[int, int]
-    keys: np.ndarray | None = None
-    greys: np.ndarray | None = None
-    palette: np.ndarray | None = None
-    tones: str = "other numbers"
+    def __init__(self, path: str, labels: Labels) -> None:
+        self.path = path
+        self.labels = labels
+        self.numbers = labels.values  # class number or VOID, by what a pixel has
 
     def translate(self, stored: np.ndarray) -> np.ndarray:
         """Return the class numbers of pixels as they are stored, uint8 (H, W).
 
         Raises a UserError for a value that is no class, or means another one in other masks.
         """
-        labels = self.labels
-        is_colored = self.numbers is labels.colored
-        used: Sequence[int] = ()
-        if stored.dtype == np.uint8:
-            counts = np.array(Image.fromarray(stored).histogram())
-            used = np.flatnonzero(counts).tolist()
-            found, unknown = self._look_up_bytes(stored, counts, used)
-        else:
-            found, unknown = _look_up(self.numbers, stored)
-        if unknown:
-            line = _explain_unknown(unknown, is_colored, labels)
-            raise UserError(f"{self.path}: {line}")
-        meant = self._meanings(stored, used, is_colored)
-        add_meanings(labels.meant, {key: (what, self.path) for key, what in meant})
+        found, is_known = _look_up(self.numbers, stored)
+        if not is_known.all():
+            raise UserError(f"{self.path}: {self._explain(stored[~is_known])}")
+        meant = {shown: (what, self.path) for shown, what in self.meanings(stored)}
+        add_meanings(self.labels.meant, meant)
         return found
 
-    def _look_up_bytes(
-        self, stored: np.ndarray, counts: np.ndarray, used: Sequence[int]
-    ) -> tuple[np.ndarray, dict[int, int]]:
-        """Return the class numbers of values of 8 bits, and how many pixels have unknown keys."""
-        keys = range(256) if self.keys is None else self.keys.flat
-        table = np.zeros(256, np.uint8)
-        unknown: dict[int, int] = {}
-        for value in used:
-            key = int(keys[value])
-            if key in self.numbers:
-                table[value] = self.numbers[key]
-            else:
-                unknown[key] = unknown.get(key, 0) + int(counts[value])
-        if all(table[value] == value for value in used):
-            return stored, unknown
-        return table.take(stored), unknown
-
-    def _meanings(
-        self, stored: np.ndarray, used: Sequence[int], is_colored: bool
-    ) -> Iterator[tuple[str, str]]:
+    def meanings(self, stored: np.ndarray) -> Iterator[tuple[str, str]]:
         """Yield what the pixels show and what that means, where other masks may contradict it."""
-        labels = self.labels
         # If greys are listed, masks in grey mean colours, too: the two may be mixed.
-        if labels.kind == 3 and not labels.has_greys:
-            yield "a mask", "colours" if is_colored else "numbers"
-        if is_colored:
-            return
-        keys = used if self.keys is None else self.keys[used]
+        if self.labels.kind == 3 and not self.labels.has_greys:
+            yield "a mask", "numbers"
         # With white for 255 there is nothing to tell apart; black alone tells nothing.
-        if labels.white != VOID and (any(keys) if len(used) else stored.any()):
+        if self.labels.white != VOID and stored.any():
             yield BLACK_WHITE, self.tones
-        for value, key in zip(used, keys, strict=True):
-            grey = -1 if self.greys is None else self.greys[value]
-            if grey > 0:  # black may fill
-                yield f"grey {grey}", f"number {key}"
-            if self.palette is not None:
-                yield f"value {value}", "colour {} {} {}".format(*self.palette[value])
+
+    def text_of(self, key: float) -> str:
+        """Return a value as a line of classes.txt has it."""
+        return " ".join([f"{key:g}"] * (3 if self.labels.has_greys else 1))
+
+    def _explain(self, unknown: np.ndarray) -> str:
+        """Return what to do about pixels that are no class."""
+        keys, counts = np.unique(unknown, return_counts=True)
+        # the one that most pixels have
+        count, key = max(zip(counts.tolist(), keys.tolist(), strict=True))
+        text = self.text_of(key)
+        kind = "colour" if " " in text else "value"
+        line = f"{kind} {text} in {count} pixels is no class; correct the mask"
+        if len(keys) > MANY:
+            return (
+                f"{line}: {len(keys) - 1} more {kind}s are none, as in masks with smoothed "
+                "edges"
+            )
+        if not float(key).is_integer():  # which classes.txt cannot list
+            return line
+        return f"{line}, or write into classes.txt: NAME = {text} or void = {text}"
 
 
-def _grey_legend(path: str, labels: Labels, image: Image.Image) -> Legend:
-    """Return what a mask in grey means, or one whose palette numbers the classes."""
-    legend = Legend(path, labels, labels.values)
-    if image.mode not in ("1", "P"):
-        legend.greys = np.arange(256)
-        return legend
-    palette = _palette(image)
-    shown = palette[:, 0].astype(int)
-    if image.mode == "P" and (palette != palette[:, :1]).any():
-        # A palette that has a colour twice goes by numbers alone.
-        packed = palette @ np.array([65536, 256, 1])
-        _, places, counts = np.unique(packed, return_inverse=True, return_counts=True)
-        is_alone = (palette == palette[:, :1]).all(1) & (counts[places] == 1)
-        legend.greys = np.where(is_alone, shown, -1)
-        legend.palette = palette
-        return legend
-    # What counts is what it shows: an encoder numbers its greys as it likes.
-    legend.keys = legend.greys = shown
-    is_two_tone = image.mode == "1"
-    if not is_two_tone:
-        used = np.flatnonzero(image.histogram())
-        is_other = (shown[used] != used).any()
-        is_two_tone = bool(is_other) and set(shown[used]) <= {0, VOID}
-    if is_two_tone:
-        # They may be 0 and 1 as well as what they show.
-        legend.keys = shown.clip(max=labels.white)
-        legend.tones = "0 and 1"
-    return legend
+class GreyLegend(Legend):
+    """Of values of 8 bits, which are the greys that it shows."""
+
+    def meanings(self, stored: np.ndarray) -> Iterator[tuple[str, str]]:
+        yield from super().meanings(stored)
+        for value in _values_in(stored):
+            if value:  # black may fill
+                yield f"grey {value}", f"number {value}"
 
 
-def _palette(image: Image.Image) -> np.ndarray:
-    """Return the colours of the values in an image of 1 bit or with a palette, uint8 (256, 3)."""
-    palette = np.zeros((256, 3), np.uint8)
-    if image.mode == "P":
-        colors = image.getpalette() or []  # of the entries that the file has
-        palette.flat[: len(colors)] = colors
-    else:
-        palette[1] = 255
-    return palette
+class TwoToneLegend(Legend):
+    """Of black and white alone, which may have been other numbers before a program saved them."""
+
+    tones = "0 and 1"
+
+    def meanings(self, stored: np.ndarray) -> Iterator[tuple[str, str]]:
+        yield from super().meanings(stored)
+        if stored.any():
+            yield "grey 255", f"number {self.labels.white}"
+
+
+class PaletteLegend(Legend):
+    """Of the numbers of the entries in a palette of colours."""
+
+    def __init__(self, path: str, labels: Labels, colors: list[list[int]]) -> None:
+        super().__init__(path, labels)
+        self.colors = colors  # of 256 entries: red, green, blue
+
+    def meanings(self, stored: np.ndarray) -> Iterator[tuple[str, str]]:
+        yield from super().meanings(stored)
+        for value in _values_in(stored):
+            color = self.colors[value]
+            is_grey = len(set(color)) == 1 and color[0]
+            # of a palette that has a colour twice its number alone tells
+            if is_grey and self.colors.count(color) == 1:
+                yield f"grey {color[0]}", f"number {value}"
+            yield f"value {value}", "colour {} {} {}".format(*color)
+
+
+class ColorLegend(Legend):
+    """Of colours, as `_as_keys` has them."""
+
+    def __init__(self, path: str, labels: Labels) -> None:
+        super().__init__(path, labels)
+        self.numbers = labels.colored
+
+    def meanings(self, stored: np.ndarray) -> Iterator[tuple[str, str]]:
+        if self.labels.kind == 3 and not self.labels.has_greys:
+            yield "a mask", "colours"
+
+    def text_of(self, key: float) -> str:
+        return " ".join(map(str, int(key).to_bytes(3, "little")))
+
+
+def _values_in(stored: np.ndarray) -> list[int]:
+    """Return the values of 8 bits that occur, in ascending order."""
+    return np.flatnonzero(Image.fromarray(stored).histogram()).tolist()
 
 
 def add_meanings(known: Meant, found: Meant) -> None:
@@ -350,63 +343,31 @@ def add_meanings(known: Meant, found: Meant) -> None:
             )
 
 
-def _explain_unknown(unknown: dict[int, int], is_colored: bool, labels: Labels) -> str:
-    """Return what to do about keys, with their numbers of pixels, that are no class."""
-    # the one that most pixels have
-    count, key = max((count, key) for key, count in unknown.items())
-    text = f"{key:g}"
-    if is_colored:
-        red, green, blue, _ = key.to_bytes(4, "little")
-        text = f"{red} {green} {blue}"
-    elif labels.has_greys:
-        text = f"{text} {text} {text}"
-    kind = "colour" if " " in text else "value"
-    line = f"{kind} {text} in {count} pixels is no class; correct the mask"
-    if len(unknown) > MANY:
-        others = len(unknown) - 1
-        return (
-            f"{line}: {others} more {kind}s are none, as in masks with smoothed edges"
-        )
-    if not float(key).is_integer():  # which classes.txt cannot list
-        return line
-    return f"{line}, or write into classes.txt: NAME = {text} or void = {text}"
-
-
 def _look_up(
     numbers: dict[int, int], keys: np.ndarray
-) -> tuple[np.ndarray, dict[int, int]]:
-    """Return the class numbers of `keys`, uint8 (H, W); how many pixels have each unknown key."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the class numbers of `keys`, uint8 (H, W), and whether each is known, bool (H, W)."""
+    if keys.dtype.kind == "u":  # values of 8 or 16 bits, or colours
+        found = _table(tuple(numbers.items())).take(keys)
+        return found.astype(np.uint8), found >= KNOWN
     known = np.array(sorted(numbers))
-    # where each key is in `known`, if it is there: an unknown one gets another's place
-    if keys.dtype.kind in "iu" and keys.itemsize <= 4 and len(known) <= MOST_HASHED:
-        places = _places(known, keys)
-    else:
-        places = np.searchsorted(known, keys).clip(max=len(known) - 1)
     table = np.array([numbers[key] for key in known.tolist()], np.uint8)
-    others = keys[known.take(places) != keys]
-    values, counts = np.unique(others, return_counts=True)
-    unknown = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    return table.take(places), unknown
+    # where each key is in `known`, if it is there: an unknown one gets another's place
+    places = np.searchsorted(known, keys).clip(max=len(known) - 1)
+    return table.take(places), known.take(places) == keys
 
 
-def _places(known: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the place in `known` of each key, integers of 32 bits or less, by 16 bits of a hash.
+@functools.lru_cache(4)
+def _table(numbers: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """Return KNOWN and the class number of each key below KEYS, in one number; 0 if it has none.
 
-    np.searchsorted takes eight times as long.
+    Most of it is never touched, and takes no memory.
     """
-    factor = FACTOR
-    while True:
-        slots = _hash(known, factor)
-        if len(np.unique(slots)) == len(known):
-            break
-        factor = factor * FACTOR % 2**32  # odd, so that no bit gets lost
-    table = np.zeros(2**16, np.uint16)
-    table[slots] = range(len(known))
-    return table.take(_hash(keys, factor))
-
-
-def _hash(keys: np.ndarray, factor: int) -> np.ndarray:
-    return (keys.astype(np.uint32) * np.uint32(factor)) >> np.uint32(16)
+    table = np.zeros(KEYS, np.uint16)
+    for key, number in numbers:
+        if 0 <= key < KEYS:  # others are values of more bits
+            table[key] = KNOWN + number
+    return table
 
 
 def explain_values(values: list[int], names: Sequence[str]) -> str:

@@ -59,14 +59,14 @@ def compute_metrics(
     # of a rank that has no validation images
     known = "The ``compute`` method of metric|No positive samples"
     warnings.filterwarnings("ignore", known)
-    found = metrics.compute()
-    is_better = directions(metrics, found)
+    values = metrics.compute()
+    is_better = directions(metrics, values)
     confusion: Tensor | None = None
     for name, metric in metrics.items(copy_state=False):
         # one that is normalised has no counts; of a subclass the values mean other things
         if type(metric) in MATRICES and metric.normalize in (None, "none"):
-            confusion = found.pop(name)
-    for name, value in found.items():
+            confusion = values.pop(name)
+    for name, value in values.items():
         count = torch.as_tensor(value).numel()
         if count != 1:
             raise UserError(
@@ -75,10 +75,10 @@ def compute_metrics(
             )
     # The ranks' last bits may differ, and what is decided by them with it.
     numbers = distributed.from_rank_zero(
-        lambda: [float(value) for value in found.values()]
+        lambda: [float(value) for value in values.values()]
     )
     results: dict[str, float] = {}
-    for name, number in zip(found, numbers, strict=True):
+    for name, number in zip(values, numbers, strict=True):
         score = Score(number)
         score.higher_is_better = is_better[name]
         results[name] = score
@@ -87,6 +87,8 @@ def compute_metrics(
 
 def gather_states(value: Tensor, group: object = None) -> list[Tensor]:
     """Return each rank's state of a metric; torchmetrics' own way fails at one without images."""
-    parts = [part for part in distributed.gather_objects(value.cpu()) if part.numel()]
+    states = [
+        state for state in distributed.gather_objects(value.cpu()) if state.numel()
+    ]
     # if no rank has any, the empty one: torchmetrics cannot join an empty list
-    return [part.to(value.device) for part in parts] or [value]
+    return [state.to(value.device) for state in states] or [value]

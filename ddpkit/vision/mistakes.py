@@ -22,6 +22,7 @@ from ddpkit.vision.pictures import DrawExample, Example
 from ddpkit.vision.rows import as_digits, clip, clip_middle, table_lines
 
 Worsts = Sequence[tuple[float, int]]  # (loss, index) of images, what TopLosses finds
+Predict = Callable[[nn.Module, Tensor], Outputs]  # of a batch of images
 
 COUNT = 12  # images in worst.png
 EXAMPLES = 8  # in examples.png
@@ -90,26 +91,24 @@ class TopLosses:
         stopping.agree()
         pairs = list(zip(self.losses.tolist(), self.indices.tolist(), strict=True))
         mine = pairs, bool(self.are_labels)
-        found = []
+        every = []
         for pairs, are_labels in distributed.gather_objects(mine):
             if not are_labels:
                 return []
-            found += [pair for pair in pairs if pair[0] != -math.inf]
+            every += [pair for pair in pairs if pair[0] != -math.inf]
         # NaN before all numbers
-        found.sort(key=lambda pair: (not math.isnan(pair[0]), -pair[0], pair[1]))
-        return found[:COUNT]
+        every.sort(key=lambda pair: (not math.isnan(pair[0]), -pair[0], pair[1]))
+        return every[:COUNT]
 
 
 @dataclass
 class Mistakes:
-    """What `evaluate` has found, to be drawn: images only with `draw`, none of a stream."""
+    """Draws what a network gets wrong: images only with `draw`, none of a stream."""
 
-    confusion: Tensor | None
-    worst: Worsts
     model: nn.Module
     loader: object
     classes: Sequence[str]
-    predict: Callable[[nn.Module, Tensor], Outputs]
+    predict: Predict
     draw: DrawExample | None
 
     @torch.inference_mode()
@@ -140,52 +139,47 @@ class Mistakes:
         pictures.draw_images(path, examples, self.draw, self.classes)
         return examples
 
-    def write_files(self, folder: Path) -> None:
-        """Write the files for which there is something to `folder`."""
-        if self.confusion is not None:
-            write_per_class(folder / "per_class.csv", self.confusion, self.classes)
-            if self.confusion.ndim == 2:
-                pictures.draw_confusion(
-                    folder / "confusion.png", self.confusion, self.classes
-                )
-        # another loader may not say which images they were
-        known = [(loss, index) for loss, index in self.worst if index >= 0]
-        if known:
-            captions = {}
-            for number, (loss, index) in enumerate(known, 1):
-                captions[index] = f"{number}.  loss {loss:.3g}"
-            examples = self.draw_examples(folder / "worst.png", captions)
-            self._write_worst(folder / "worst.csv", known, examples)
-
-    def _write_worst(
-        self, path: Path, worst: Worsts, examples: Sequence[Example]
+    def write_files(
+        self, folder: Path, confusion: Tensor | None, worst: Worsts
     ) -> None:
-        """Write the files that worst.png shows, in its order, with label, prediction and loss."""
+        """Write the files for which there is something to `folder`."""
+        if confusion is not None:
+            write_per_class(folder / "per_class.csv", confusion, self.classes)
+            if confusion.ndim == 2:
+                path = folder / "confusion.png"
+                pictures.draw_confusion(path, confusion, self.classes)
+        # another loader may not say which images they were
+        losses = {index: f"{loss:.4g}" for loss, index in worst if index >= 0}
+        if not losses:
+            return
+        captions = {}
+        for number, (index, loss) in enumerate(losses.items(), 1):
+            captions[index] = f"{number}.  loss {loss}"
+        examples = self.draw_examples(folder / "worst.png", captions)
+        # the files that worst.png shows, in its order
         data = samples.dataset_of(self.loader)
-        pairs = zip(worst, examples, strict=False)
-        with files.table(path, ["path", "label", "prediction", "loss"]) as write:
-            for (loss, index), (_, target, logits, _) in pairs:
+        columns = ["path", "label", "prediction", "loss"]
+        with files.table(folder / "worst.csv", columns) as write:
+            for index, (_, target, logits, _) in zip(losses, examples, strict=False):
                 file = samples.file_of(data, index) or samples.name(data, index)
-                write([file, *self._said(target, logits), f"{loss:.4g}"])
+                write([file, *self._in_words(target, logits), losses[index]])
 
-    def _said(self, target: Tensor, logits: Tensor) -> list[str]:
-        """Return label and prediction in words; of a mask the classes' shares of its pixels."""
+    def _in_words(self, target: Tensor, logits: Tensor) -> list[str]:
+        """Return label and prediction; of a mask the classes' shares of its labelled pixels."""
         if target.is_floating_point():  # several labels
-            parts = [(target > 0.5).nonzero(), (logits > 0).nonzero()]
+            labels = [(target > 0.5).nonzero(), (logits > 0).nonzero()]
         else:
-            labels = target.long()
-            is_label = (labels >= 0) & (labels < len(logits))
-            parts = [labels[is_label], logits.argmax(0)[is_label]]
+            is_label = (target >= 0) & (target < len(logits))
+            labels = [target[is_label], logits.argmax(0)[is_label]]
         said = []
-        for part in parts:
-            numbers, counts = part.unique(return_counts=True)
-            words = [self.classes[number] for number in numbers.tolist()]
-            if target.ndim > 1:
-                shares = (100 * counts / counts.sum()).tolist()
-                words = [
-                    f"{word} {share:.3g}%"
-                    for word, share in zip(words, shares, strict=True)
-                ]
+        for numbers in labels:
+            words = []
+            for number in numbers.unique().tolist():
+                word = self.classes[number]
+                if target.ndim > 1:
+                    share = (numbers == number).double().mean()
+                    word += f" {100 * share:.3g}%"
+                words.append(word)
             said.append("; ".join(words))
         return said
 
@@ -198,25 +192,16 @@ def spread(total: int, count: int) -> list[int]:
 
 def short_names(dataset: MapDataset, indices: Iterable[int]) -> list[str]:
     """Return the files of samples, from the folder that all of them share, for a picture."""
-    found = [samples.file_of(dataset, index) for index in indices]
-    # the first and the last of the set may be in other folders
-    ends = [samples.file_of(dataset, index) for index in (0, len(dataset) - 1)]
-    paths = [os.path.abspath(path) for path in found + ends if path]
-    root = ""
+    every = [samples.file_of(dataset, index) for index in indices]
+    folders = [os.path.dirname(os.path.abspath(path)) for path in every if path]
+    root = os.curdir
     with contextlib.suppress(ValueError):  # there are none, or they are on two drives
-        root = os.path.commonpath([os.path.dirname(path) for path in paths])
-    names = []
-    for path in found:
-        if path and root:
-            path = os.path.relpath(path, root)
-        names.append(clip_middle(path))
-    return names
+        root = os.path.commonpath(folders)
+    return [clip_middle(path and os.path.relpath(path, root)) for path in every]
 
 
-def per_class(
-    confusion: Tensor, classes: Sequence[str]
-) -> list[tuple[str, list[float], int]]:
-    """Return precision, recall, F1, IoU and number of labels of each class; 0 / 0 is nan."""
+def per_class(confusion: Tensor) -> Tensor:
+    """Return MEASURES and the number of labels of each class, (classes, 5); 0 / 0 is NaN."""
     counts = confusion.cpu().double()
     # of several labels per image: (classes, not there or there, not said or said)
     if counts.ndim == 3:
@@ -228,23 +213,22 @@ def per_class(
         labels = counts.sum(1)
         predictions = counts.sum(0)
     both = labels + predictions
-    shares = [
+    columns = [
         right / predictions,
         right / labels,
         2 * right / both,
         right / (both - right),
+        labels,
     ]
-    rows = torch.stack(shares, dim=1).tolist()
-    supports = labels.long().tolist()
-    return list(zip(classes, rows, supports, strict=True))
+    return torch.stack(columns, dim=1)
 
 
 def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
     """Write the numbers of `per_class` as a table."""
-    columns = ["class", *MEASURES, "support"]
-    with files.table(path, columns) as write:
-        for name, row, support in per_class(confusion, classes):
-            write([name, *[f"{share:.6f}" for share in row], support])
+    with files.table(path, ["class", *MEASURES, "support"]) as write:
+        for name, row in zip(classes, per_class(confusion).tolist(), strict=True):
+            *shares, support = row
+            write([name, *[f"{share:.6f}" for share in shares], int(support)])
 
 
 def per_class_lines(
@@ -254,29 +238,27 @@ def per_class_lines(
 
     images: how many were evaluated. Of many classes they are those with the lowest F1.
     """
-    found = per_class(confusion, classes)
-    total = sum(support for _, _, support in found)
+    table = per_class(confusion)
+    means = table.nanmean(0)
+    means[-1] = table[:, -1].sum()
     # of several labels per image there is no matrix of two sides
-    is_of_images = confusion.ndim == 3 or images is None or total <= images
+    is_of_images = confusion.ndim == 3 or images is None or means[-1] <= images
     unit = "images" if is_of_images else "pixels"
     shown = MEASURES[:3] if is_of_images else MEASURES
-
-    def to_cells(name: str, row: Sequence[float], support: int) -> list[str]:
-        digits = [as_digits(share) for share in row[: len(shown)]]
-        return [clip(name), f"{support:,}", *digits]
-
-    rows = found
-    if len(found) > MOST_LINES:
-        # NaN after all numbers
-        found.sort(key=lambda each: (math.isnan(each[1][2]), each[1][2]))
-        rows = found[:FEW_LINES]
-    means = torch.tensor([row for _, row, _ in found]).nanmean(0).tolist()
-    cells = [to_cells(*each) for each in rows]
-    cells.append(to_cells("mean, sum", means, total))
+    numbers = list(range(len(classes)))
+    if len(classes) > MOST_LINES:
+        # NaN, which sorts after all numbers, is of classes that are nowhere
+        numbers = table[:, 2].argsort(stable=True)[:FEW_LINES].tolist()
+    names = [*(classes[number] for number in numbers), "mean, sum"]
+    cells = []
+    for name, row in zip(names, [*table[numbers], means], strict=True):
+        *shares, support = row.tolist()
+        digits = [as_digits(share) for share in shares[: len(shown)]]
+        cells.append([clip(name), f"{support:,.0f}", *digits])
     lines = table_lines(["class", unit, *shown], cells)
-    if len(rows) < len(found):
+    if len(numbers) < len(classes):
         lines.append(
-            f"these are the {len(rows)} of {len(found)} classes with the lowest f1; "
+            f"these are the {len(numbers)} of {len(classes)} classes with the lowest f1; "
             "per_class.csv has all"
         )
     return lines

@@ -1,7 +1,7 @@
 """Which images a network takes: how many channels, how large; and what it does not use."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -108,16 +108,12 @@ def try_forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outp
 
 def check_names(arch: str, encoder: str) -> None:
     """Raise a UserError if no library has the network `arch`, a decoder if it has an encoder."""
-    import torchvision
+    from torchvision import models
 
-    models = torchvision.models
+    arch = arch.lower()  # as libraries look it up
     if not encoder:
-        others = [models.detection, models.optical_flow]
-        others += [models.segmentation, models.video]
-        classifiers = set(models.list_models())
-        for module in others:
-            classifiers.difference_update(models.list_models(module=module))
-        return check_name("--arch", arch, classifiers, "timm/")
+        check_name("--arch", arch, models.list_models(module=models), "timm/")
+        return
     import segmentation_models_pytorch as smp
 
     known = models.list_models(module=models.segmentation)
@@ -128,7 +124,7 @@ def check_names(arch: str, encoder: str) -> None:
         check_name("--encoder", encoder, smp.encoders.encoders, "tu-")
 
 
-def check_name(flag: str, name: str, known: Collection[str], of_timm: str = "") -> None:
+def check_name(flag: str, name: str, known: Iterable[str], of_timm: str = "") -> None:
     """Raise a UserError unless `name` is known; of_timm: how names begin that timm has to know."""
     import timm
 
@@ -139,8 +135,7 @@ def check_name(flag: str, name: str, known: Collection[str], of_timm: str = "") 
         if bare != name and (timm.is_model(bare) or ":" in bare):
             return
         names += [f"{of_timm}{each}" for each in timm.list_models()]
-    # of an encoder the case counts
-    if name not in names and (of_timm == "tu-" or name.lower() not in names):
+    if name not in names:
         raise UserError(
             f"{flag} {name}: no network of that name for this task{suggest(name, names)}"
         )

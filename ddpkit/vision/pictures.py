@@ -25,7 +25,6 @@ from ddpkit.vision.rows import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -33,19 +32,15 @@ DrawExample = Callable[["Axes", Tensor, Tensor, Tensor, Sequence[str]], None]
 # image uint8 (C, H, W), target, logits, lines above it
 Example = tuple[Tensor, Tensor, Tensor, Sequence[str]]
 
-# pixels; higher images are drawn smaller, small ones are enlarged up to this
-HIGHEST = 480
-MOST_PIXELS = 400_000  # of an image with its masks
+WIDTH = 16  # inches of a grid of images
+TITLE = 0.15  # of a line above an image
+LARGEST = 640  # pixels; of larger masks each second, third ... is drawn
 DPI = 150
-MOST_NUMBERS = 45  # classes of a confusion matrix with numbers in it
-PANEL = 320  # pixels of a small image's longer side
-OTHER = "other class"
-ERRORS = {  # Okabe and Ito's colours
-    "right": (0, 158, 115),
-    "missed": (213, 94, 0),
-    "false": (86, 180, 233),
-    OTHER: (240, 228, 66),
-}
+TINT = 0.4  # the share of a class's colour
+# classes of a confusion matrix with numbers in it, and with names beside it
+MOST_NUMBERS = 30
+MOST_NAMES = 120
+WRONG = np.array([213, 94, 0], np.uint8)  # on a pale image
 
 # For people with any kind of colour blindness, too (Machado et al. 2009, at severity
 # 1), the least distance in CIELAB is 40 between two of the first 8, 18 of all 24, and
@@ -64,9 +59,9 @@ def legible(classes: Sequence[str]) -> Sequence[str]:
     letters = {ord(letter) for name in classes for letter in name}
     if letters <= get_font(findfont(FontProperties())).get_charmap().keys():
         return classes
-    found = Classes([f"{number} {name}" for number, name in enumerate(classes)])
-    found.colors = getattr(classes, "colors", None)
-    return found
+    numbered = Classes([f"{number} {name}" for number, name in enumerate(classes)])
+    numbered.colors = getattr(classes, "colors", None)
+    return numbered
 
 
 def colors_of(classes: Sequence[str], count: int = 0) -> np.ndarray:
@@ -88,27 +83,10 @@ def paint(mask: np.ndarray, classes: Sequence[str]) -> Image.Image:
 
 
 def overlay(image: np.ndarray, mask: np.ndarray, classes: Sequence[str]) -> np.ndarray:
-    """Return uint8 (H, W, 3): `image` tinted and outlined by `mask` (H, W), but for black."""
+    """Return uint8 (H, W, 3): `image` tinted by `mask` (H, W), but for black."""
     colors = colors_of(classes, 256)[mask]
-    tinted = Image.blend(Image.fromarray(image), Image.fromarray(colors), 0.4)
-    shown = np.where(colors.any(-1, keepdims=True), np.asarray(tinted), image)
-    return outline(shown, mask, classes, width=1 + min(mask.shape) // 400)
-
-
-def outline(
-    pixels: np.ndarray, mask: np.ndarray, classes: Sequence[str], width: int = 2
-) -> np.ndarray:
-    """Return the image (H, W, 3) with the edges of each class in its colour, but of black ones."""
-    is_edge = np.zeros(mask.shape, bool)
-    # down, and to the right
-    for numbers, edge in ((mask, is_edge), (mask.T, is_edge.T)):
-        for step in range(1, width + 1):
-            differs = numbers[step:] != numbers[:-step]
-            edge[step:] |= differs
-            edge[:-step] |= differs
-    colors = colors_of(classes, 256)[mask]
-    is_drawn = is_edge & colors.any(-1)
-    return np.where(is_drawn[..., None], colors, pixels)
+    tinted = Image.blend(Image.fromarray(image), Image.fromarray(colors), TINT)
+    return np.where(colors.any(-1, keepdims=True), np.asarray(tinted), image)
 
 
 def draw_masks(
@@ -118,7 +96,7 @@ def draw_masks(
     target: Tensor,
     classes: Sequence[str],
 ) -> None:
-    """Draw an image, with the outlines of its predicted and its true mask, and what is wrong.
+    """Draw an image, the same tinted by its predicted and its true mask, and where they differ.
 
     Side by side on `axes`, with the image's mean IoU. image: uint8 (3, H, W). predicted, target:
     uint8 (H, W). Black edges without a label, at the right and below, with which validation images
@@ -126,81 +104,35 @@ def draw_masks(
 
         ddpkit.draw_masks(axes, image, logits.argmax(0).byte(), target, classes)
     """
-    pixels = image.permute(1, 2, 0).numpy()
-    truth = target.numpy()
-    own = np.argwhere(pixels.any(-1) | (truth != VOID))
-    bottom, right = own.max(0) + 1 if len(own) else truth.shape
-    parts = [each[:bottom, :right] for each in (pixels, predicted.numpy(), truth)]
-    axes.set_title(
-        f"mean IoU {mean_iou(parts[1], parts[2], len(classes)):.2f}", fontsize=9
+    # its import takes seconds, too
+    from torchmetrics.functional.classification import multiclass_jaccard_index
+
+    iou = multiclass_jaccard_index(
+        predicted, target, len(classes), ignore_index=VOID, validate_args=False
     )
-    # outlines are lines of the picture: small images are enlarged before, large ones reduced
-    longest = max(bottom, right)
-    times = max(1, PANEL // longest)
-    step = max(1, longest // (2 * PANEL))
-    for i, part in enumerate(parts):
-        parts[i] = part[::step, ::step].repeat(times, 0).repeat(times, 1)
-    pixels, guess, truth = parts
-    width = max(2, max(pixels.shape) // 150)
-    shown = [
+    axes.set_title(f"mean IoU {iou:.2f}", fontsize=9)
+    every = image.permute(1, 2, 0).numpy(), predicted.numpy(), target.numpy()
+    is_own = every[0].any(-1) | (every[2] != VOID)
+    # up to the last row and column that are not padded; of large images fewer pixels
+    bottom, right = np.argwhere(is_own).max(0, initial=0) + 1
+    step = 1 + max(bottom, right) // LARGEST
+    pixels, guess, truth = [each[:bottom:step, :right:step] for each in every]
+    is_wrong = (guess != truth) & (truth < len(classes))
+    panels = [
         pixels,
-        outline(pixels, guess, classes, width),
-        outline(pixels, truth, classes, width),
-        draw_errors(axes, pixels, guess, truth, classes),
+        overlay(pixels, guess, classes),
+        overlay(pixels, truth, classes),
+        np.where(is_wrong[..., None], WRONG, pixels // 3 + 160),
     ]
-    axes.imshow(in_a_row(shown, max(4, width)))
+    axes.imshow(in_a_row(panels))
     axes.set_xlabel("image | prediction | truth | errors")
 
 
-def in_a_row(panels: Sequence[np.ndarray], gap: int = 4) -> np.ndarray:
+def in_a_row(panels: Sequence[np.ndarray]) -> np.ndarray:
     """Return images of one height, uint8 (H, W, 3), beside each other, with white between them."""
-    edges = ((0, 0), (0, gap), (0, 0))
+    edges = ((0, 0), (0, 4), (0, 0))
     padded = [np.pad(each, edges, constant_values=255) for each in panels]
-    return np.concatenate(padded, axis=1)[:, :-gap]
-
-
-def mean_iou(guess: np.ndarray, truth: np.ndarray, count: int) -> float:
-    """Return the mean over the classes that either mask has, of pixels with a label."""
-    is_label = (truth >= 0) & (truth < count)
-    guess = guess[is_label]
-    truth = truth[is_label]
-    shares = []
-    for number in np.union1d(guess, truth):
-        said = guess == number
-        was = truth == number
-        shares.append((said & was).sum() / (said | was).sum())
-    return float(np.mean(shares)) if shares else math.nan
-
-
-def draw_errors(
-    axes: "Axes",
-    pixels: np.ndarray,
-    guess: np.ndarray,
-    truth: np.ndarray,
-    classes: Sequence[str],
-) -> np.ndarray:
-    """Return a pale image (H, W, 3) with ERRORS in their colours, which go to the legend of `axes`.
-
-    An object is what has a class with a colour; black ones are its ground.
-    """
-    is_object: np.ndarray = np.any(colors_of(classes, 256), axis=-1)
-    is_label = (truth >= 0) & (truth < len(classes))
-    was = is_object[truth] & is_label
-    said = is_object[guess] & is_label
-    places = [
-        was & said & (guess == truth),
-        was & ~said,
-        said & ~was,
-        was & said & (guess != truth),
-    ]
-    grey = np.asarray(Image.fromarray(pixels).convert("L"))[..., None]
-    drawn = np.repeat(160 + grey // 3, 3, axis=2)
-    for place, (name, color) in zip(places, ERRORS.items(), strict=True):
-        drawn[place] = color
-        if name == OTHER and is_object[: len(classes)].sum() < 2:
-            continue
-        axes.scatter([], [], marker="s", color=np.array(color) / 255, label=name)
-    return drawn
+    return np.concatenate(padded, axis=1)[:, :-4]
 
 
 @contextlib.contextmanager
@@ -230,37 +162,31 @@ def draw_curves(
 
     best, direction: the metric by which best.pt is chosen, and max or min: that epoch is marked.
     """
-    losses = []
-    others = []
-    for name in only_numbers(rows[-1]):
-        if name in OF_TUNING:
-            continue
-        if name.endswith("loss"):
-            losses.append(name)
-        elif not is_of_class(name, classes) or name == best:
-            others.append(name)
+    shown = [
+        name
+        for name in only_numbers(rows[-1])
+        if name == best or not (name in OF_TUNING or is_of_class(name, classes))
+    ]
+    losses = [name for name in shown if name.endswith("loss")]
+    others = [name for name in shown if name not in losses]
     epochs = [number_in(row, "epoch") for row in rows]
     marked = best_row(rows, best, direction)
     with drawing(path) as figure:
         figure.set_size_inches(10, 4)
         left, right = figure.subplots(1, 2)
-        for axes, kind, shown in (left, "loss", losses), (right, "metric", others):
-            for name in shown:
+        for axes, kind, names in (left, "loss", losses), (right, "metric", others):
+            for name in names:
                 # NaN, of a row without the value, is not drawn
-                line = [number_in(row, name) for row in rows]
-                label = f" {clip(name)} {line[-1]:.4g}"
-                if marked and name == best:
-                    label += f", best {number_in(marked, name):.4g}"
-                axes.plot(epochs, line, ".-", label=label)
+                values = [number_in(row, name) for row in rows]
+                label = f" {clip(name)} {values[-1]:.4g}"
+                axes.plot(epochs, values, ".-", label=label)
             if marked:
                 at = number_in(marked, "epoch")
-                axes.axvline(
-                    at, color="black", linestyle=":", label=f" best, epoch {at}"
-                )
-            if shown:
+                label = f" best, epoch {at}"
+                axes.axvline(at, color="black", linestyle=":", label=label)
+            if names:
                 axes.legend(fontsize=8)
-            ends = (min(epochs) - 0.5, max(epochs) + 0.5)
-            axes.set(xlabel="epoch", ylabel=kind, xlim=ends)
+            axes.set(xlabel="epoch", ylabel=kind, xlim=(0.5, epochs[-1] + 0.5))
             axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
             axes.grid(alpha=0.3)
 
@@ -274,44 +200,37 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
     sums = counts.sum(1)
     with np.errstate(invalid="ignore"):
         percent = 100 * counts / sums[:, None]
+        share = counts.trace() / counts.sum()
     side = min(4 + 0.24 * count, 15)  # inches
-    # points of text, of which a cell takes 72 to the inch
-    cell = 72 * 0.75 * side / count
-    has_numbers = count <= MOST_NUMBERS
+    size = min(10, max(5, 18 * side / count))  # points: 100.0 fits into a cell
     with drawing(path) as figure:
         figure.set_size_inches(side, side)
         axes = figure.subplots()
-        # the root makes a few percent visible, where there are no numbers
-        norm = PowerNorm(1 if has_numbers else 0.5, 0, 100)
-        drawn = axes.imshow(percent, norm=norm, cmap="Blues", interpolation="nearest")
+        # the root makes a few percent visible
+        drawn = axes.imshow(percent, norm=PowerNorm(0.5, 0, 100), cmap="Blues")
         axes.set_facecolor("0.85")  # of a row without labels
-        if not has_numbers:
-            figure.colorbar(drawn, shrink=0.6, ticks=[0, 1, 5, 10, 25, 50, 100])
-        if count <= 120:
-            names = [clip(name) for name in legible(classes)]
-            size = min(10, max(5, 0.6 * cell))
-            axes.set_xticks(range(count), names, rotation=90, fontsize=size)
-            totals = [
-                f"{name} ({total:,.0f})"
-                for name, total in zip(names, sums, strict=True)
-            ]
-            axes.set_yticks(range(count), totals, fontsize=size)
-        right = counts.trace()
-        total = counts.sum()
-        share = right / total if total else math.nan
-        axes.set_title(f"right: {share:.1%}, {right:,.0f} of {total:,.0f}")
+        axes.set_title(f"right: {share:.1%} of {counts.sum():,.0f}")
         axes.set(xlabel="prediction", ylabel="truth (number); % of each row")
-        if has_numbers:
-            for row, column in np.argwhere(percent > 0):
-                value = percent[row, column]
-                text = f"{value:.0f}" if value >= 0.5 else "<1"
-                size = max(4, cell / 2.6)
-                if cell >= 30:  # there is room for two lines
-                    text = f"{value:.1f}%\n{counts[row, column]:,.0f}"
-                    size = min(12, cell / 5.5)
-                color = "white" if value > 50 else "black"
-                drawn_text = axes.text(column, row, text, color=color, fontsize=size)
-                drawn_text.set(ha="center", va="center")
+        if count <= MOST_NAMES:
+            names = [clip(name) for name in legible(classes)]
+            axes.set_xticks(range(count), names, rotation=90, fontsize=size)
+            names = [f"{each} ({n:,.0f})" for each, n in zip(names, sums, strict=True)]
+            axes.set_yticks(range(count), names, fontsize=size)
+        if count > MOST_NUMBERS:
+            figure.colorbar(drawn, shrink=0.6, ticks=[0, 1, 5, 10, 25, 50, 100])
+            return
+        for row, column in np.argwhere(percent > 0):
+            value = percent[row, column]
+            color = "white" if value > 30 else "black"
+            axes.text(
+                column,
+                row,
+                f"{value:.1f}",
+                color=color,
+                fontsize=size,
+                ha="center",
+                va="center",
+            )
 
 
 def draw_images(
@@ -342,19 +261,15 @@ def lay_out(figure: "Figure") -> None:
     """Put the axes of `figure`, each with an image, into a grid of cells of one size."""
     every = figure.axes
     height, width = np.max([axes.images[0].get_size() for axes in every], axis=0)
-    scale = min(HIGHEST / height, math.sqrt(MOST_PIXELS / (height * width)))
-    # a cell, in pixels: the image and, above it, its lines and a margin
-    lines = 1 + max(axes.get_title().count("\n") for axes in every)
-    height = height * scale + 22 * (2 + lines)
-    width = width * scale
-    rows = round(math.sqrt(len(every) * width / (1.5 * height))) or 1
-    columns = math.ceil(len(every) / rows)
-    rows = math.ceil(len(every) / columns)  # as few as these columns need
-    figure.set_size_inches(columns * width / DPI, rows * height / DPI)
+    lines = 3 + max(axes.get_title().count("\n") for axes in every)
+    columns = round(math.sqrt(1.5 * len(every) * height / width))
+    columns = min(max(columns, 1), len(every))
+    rows = math.ceil(len(every) / columns)
+    cell = WIDTH / columns * height / width + TITLE * lines
+    figure.set_size_inches(WIDTH, rows * cell)
     grid = figure.add_gridspec(rows, columns)
     for i, axes in enumerate(every):
         axes.set_subplotspec(grid[i])
-        axes.images[0].set_interpolation("auto" if scale < 1 else "nearest")
 
 
 def draw_legend(
@@ -365,14 +280,13 @@ def draw_legend(
 ) -> None:
     """Draw the colours of the classes in `present`; numbers that are no class stand for void.
 
-    Other marks come from the figure's first axes. black: what is said of black ones, which are left
-    out without it.
+    black: what is said of black ones, which are left out without it.
     """
     from matplotlib.patches import Patch
 
     colors = colors_of(classes, 256) / 255
     classes = legible(classes)
-    entries: list[Artist] = []
+    entries = []
     for i in sorted({min(number, len(classes)) for number in present}):
         name = clip(classes[i]) if i < len(classes) else "void"
         if not colors[i].any():
@@ -381,8 +295,6 @@ def draw_legend(
             name += f" ({black})"
         label = f" {name}"  # a leading underscore would leave an entry out
         entries.append(Patch(facecolor=colors[i], edgecolor="black", label=label))
-    for axes in figure.axes[:1]:
-        entries += axes.get_legend_handles_labels()[0]
     figure.legend(
         handles=entries, loc="outside lower center", ncols=8, fontsize=9, frameon=False
     )

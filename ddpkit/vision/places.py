@@ -3,9 +3,11 @@
 A line names each folder that is taken for another name than README.md has.
 """
 
+import contextlib
 import os
 import re
-from collections.abc import Collection, Sequence
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -31,6 +33,10 @@ MASKS = (
     *("gt", "groundtruth", "ground_truth", "segmentationclass", "gtfine"),
     *("1st_manual", "2nd_manual"),  # of DRIVE, whose "mask" is where the eye is
 )
+PART_OF = {name: part for part, names in PARTS.items() for name in names}
+KIND_OF = {**dict.fromkeys(IMAGES, "images"), **dict.fromkeys(MASKS, "masks")}
+# a part, a kind, or both
+FOLDER = re.compile(rf"(?=[^\W_])({'|'.join(PART_OF)})?[\W_]*({'|'.join(KIND_OF)})?")
 # of masks that lie beside their images in one folder
 BESIDE = re.compile(
     r".*[\W_](masks?|labels?|labelids|gt|annot|seg|groundtruth|manual1)",
@@ -49,35 +55,92 @@ OTHER_TASK = {
 class Place(NamedTuple):
     """The folders of a part: of its images or classes, and of its masks, which may be the same.
 
-    is_flat: there are class folders beside those of other parts.
+    is_flat: there are class folders beside those of other parts. root: of the whole set.
     """
 
     images: Path
     masks: Path | None = None
     is_flat: bool = False
+    root: Path = Path("DIR")
+
+
+class Role(NamedTuple):
+    """What the name of a folder says: train, val or test, and images or masks; or nothing."""
+
+    part: str = ""
+    kind: str = ""
+
+
+Roles = dict[Role, list[Path]]  # the folders that have each
 
 
 def is_part(name: str) -> bool:
-    return any(name.lower() in names for names in PARTS.values())
+    return name.lower() in PART_OF
 
 
 def part_in_name(name: str) -> str:
     """Return the part that a word in the name of a folder says, as in seg_train, or nothing."""
     words = {word.lower() for word in WORD.findall(name)}
-    for part, names in PARTS.items():
-        if not words.isdisjoint(names):
-            return part
-    return ""
+    return next((part for word, part in PART_OF.items() if word in words), "")
 
 
-def find_places(
-    root: Path, has_masks: bool, wanted: Collection[str]
-) -> dict[str, Place]:
+def role_of(*names: str) -> Role:
+    """Return what the names of a folder, and of one in it, say together; nothing if one does not.
+
+    Such as train, JPEGImages, train_images or trainannot; and train, images or images, train.
+    """
+    found = [FOLDER.fullmatch(name.lower()) for name in names]
+    parts = [PART_OF[each[1]] for each in found if each and each[1]]
+    kinds = [KIND_OF[each[2]] for each in found if each and each[2]]
+    if None in found or len(parts) > 1 or len(kinds) > 1:
+        return Role()
+    return Role("".join(parts), "".join(kinds))
+
+
+def find_roles(root: Path) -> Roles:
+    """Return the folders in `root`, and those in them, by what their names say."""
+    found: Roles = {}
+    for outer in inner_folders(root):
+        role = role_of(outer.name)
+        if role == Role():
+            continue
+        found.setdefault(role, []).append(outer)
+        for inner in inner_folders(outer):
+            found.setdefault(role_of(outer.name, inner.name), []).append(inner)
+    return found
+
+
+def choose_folder(root: Path, roles: Roles, part: str, kind: str = "") -> Path | None:
+    """Return the folder in `root` of a role; a UserError if several may be meant."""
+    found = roles.get(Role(part, kind), [])
+    if len(found) > 1:
+        # without images, as VOC's Annotations, it is not meant
+        found = [each for each in found if any_image(each)] or found[:1]
+    if len(found) > 1:
+        listed = " and ".join(str(each.relative_to(root)) for each in found)
+        raise UserError(
+            f"{root}: {listed} may each be meant; rename or move all but one of them"
+        )
+    return found[0] if found else None
+
+
+def find_places(root: Path, has_masks: bool, wanted: Iterable[str]) -> dict[str, Place]:
     """Return the place of each part of `wanted` that is there; "train" always is.
 
     Without DIR/train it is DIR itself. A UserError says what `root` has if that is nothing known.
     """
-    found = _find_places(root, has_masks, wanted)
+    find = find_masks_of if has_masks else find_classes_of
+    roles = find_roles(root)
+    found: dict[str, Place] = {}
+    for part in wanted:
+        place = find(root, roles, part)
+        if place:
+            found[part] = place
+    whole = None if "train" in found else find(root, roles, "")
+    if whole:
+        found["train"] = whole
+    if "train" not in found:
+        refuse_unknown(root, root, has_masks)
     for part, place in found.items():
         folder = root / part
         usual = Place(folder / IMAGES[0], folder / MASKS[0])
@@ -87,36 +150,62 @@ def find_places(
             )
         elif not place.masks and place.images != folder:
             distributed.print0(f"{part}: images in {place.images}")
-    return found
+    return {part: place._replace(root=root) for part, place in found.items()}
 
 
-def _find_places(
-    root: Path, has_masks: bool, wanted: Collection[str]
-) -> dict[str, Place]:
-    found: dict[str, Place] = {}
-    for part in wanted:
-        folder = choose_folder(root, PARTS[part])
-        if has_masks:
-            folder = folder or find_sibling(root, part, IMAGES)
-        if folder:
-            found[part] = place_of_part(root, folder, part, has_masks)
-    if "train" in found:
-        return found
-    if has_masks:
-        place = find_kinds(root)
-        if not place:
-            refuse_unknown(root, has_masks)
-        parts = places_in_kinds(place, wanted)
-        return {**found, **(parts or {"train": place})}
+def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
+    """Return where images and masks of a part are, or of none, if they are there."""
+    folder = choose_folder(root, roles, part) if part else None
+    images = choose_folder(root, roles, part, "images")
+    masks = choose_folder(root, roles, part, "masks")
+    if images and masks:
+        for outer in images.parent, masks.parent:
+            stray = images_in(outer)
+            if stray and outer != root and role_of(outer.name).kind:
+                raise UserError(
+                    f"{outer}: folders of parts, and {shorten(stray)} beside them; move these "
+                    "into one of the folders"
+                )
+        return Place(images, masks)
+    # DIR/train with DIR/trainannot
+    if folder and masks and folder != masks.parent and any_image(folder):
+        return Place(folder, masks)
+    alone = folder or images
+    if alone and any(is_beside(name) for name in images_in(alone)):
+        return Place(alone, alone)
+    if folder:
+        refuse_unknown(root, folder, has_masks=True)
+    lone = images or masks
+    if part and lone and any_image(lone):
+        lacking = "masks" if images else "images"
+        raise UserError(
+            f"{lone}: no folder of its {lacking}; add it, or move this one elsewhere"
+        )
+    return None
+
+
+def find_classes_of(root: Path, roles: Roles, part: str) -> Place | None:
+    """Return where the class folders of a part are, or of none, if they are there."""
+    folder = choose_folder(root, roles, part) if part else root
+    if not folder:
+        return None
+    if part and has_kinds(folder):
+        refuse_unknown(root, folder, has_masks=False)
+    inner = inner_folders(folder)
+    # DIR/train/images/CLASS
+    if part and len(inner) == 1 and is_kind(inner[0]) and inner_folders(inner[0]):
+        return Place(inner[0])
+    if part:
+        return Place(folder)
     own_names = explain_parts(root)
     if own_names:
         raise UserError(
             f"{root}: {own_names}; if they are classes, move all into {root / 'train'}"
         )
-    inner = [each for each in inner_folders(root) if not is_part(each.name)]
-    if len(inner) < 2 or any(is_kind(each) for each in inner) or has_kinds(root):
-        refuse_unknown(root, has_masks)
-    return {"train": Place(root, is_flat=True), **found}
+    inner = [each for each in inner if not is_part(each.name)]
+    if len(inner) < 2 or any(map(is_kind, inner)) or has_kinds(root):
+        return None
+    return Place(root, is_flat=True)
 
 
 def is_kind(folder: Path) -> bool:
@@ -124,98 +213,10 @@ def is_kind(folder: Path) -> bool:
     return folder.name.lower() in (IMAGES[0], MASKS[0])
 
 
-def place_of_part(root: Path, folder: Path, part: str, has_masks: bool) -> Place:
-    """Return where the images of a part are that lies in `folder`, and their masks."""
-    if not has_masks:
-        if has_kinds(folder):
-            refuse_unknown(folder, has_masks)
-        inner = inner_folders(folder)
-        # DIR/train/images/CLASS
-        if len(inner) == 1 and is_kind(inner[0]) and inner_folders(inner[0]):
-            return Place(inner[0])
-        return Place(folder)
-    place = find_kinds(folder)
-    if place:
-        return place
-    images = images_in(folder)
-    beside = find_sibling(root, part, MASKS)
-    if beside and any_image(folder):
-        return Place(folder, beside)
-    if any(is_beside(name) for name in images):
-        return Place(folder, folder)
-    refuse_unknown(folder, has_masks)
-
-
-def places_in_kinds(place: Place, wanted: Collection[str]) -> dict[str, Place]:
-    """Return the places of parts that lie in the folders of the kinds, as images/train."""
-    assert place.masks
-    found: dict[str, Place] = {}
-    for part in wanted:
-        images = choose_folder(place.images, PARTS[part])
-        masks = choose_folder(place.masks, PARTS[part])
-        if images and masks:
-            found[part] = Place(images, masks)
-        elif images or masks:
-            lack = place.masks if images else place.images
-            raise UserError(
-                f"{images or masks}: no folder of that name in {lack}; add it, or move this one "
-                "elsewhere"
-            )
-    stray = [
-        file
-        for folder in (place.images, place.masks)
-        for file in images_in(folder)
-        if found
-    ]
-    if stray:
-        raise UserError(
-            f"{place.images}: folders of parts, and {shorten(stray)} beside them; move these "
-            "into one of the folders"
-        )
-    if found and "train" not in found:
-        raise UserError(
-            f"{place.images}: no folder train; the images for training have to lie in it"
-        )
-    return found
-
-
-def find_kinds(folder: Path) -> Place | None:
-    """Return the folders of images and of masks in `folder`, if both are there."""
-    images = choose_folder(folder, IMAGES)
-    masks = choose_folder(folder, MASKS)
-    return Place(images, masks) if images and masks else None
-
-
 def has_kinds(folder: Path) -> bool:
     """Return whether there are folders of images and of masks, whichever is meant."""
-    names = {each.name.lower() for each in inner_folders(folder)}
-    return not names.isdisjoint(IMAGES) and not names.isdisjoint(MASKS)
-
-
-def find_sibling(root: Path, part: str, kinds: Sequence[str]) -> Path | None:
-    """Return a folder such as train_images or trainannot in `root`."""
-    names = set()
-    for folder in inner_folders(root):
-        name = folder.name.lower()
-        for start in PARTS[part]:
-            rest = re.sub(r"^[\W_]*", "", name.removeprefix(start))
-            if name.startswith(start) and rest in kinds:
-                names.add(name)
-    return choose_folder(root, names)
-
-
-def choose_folder(folder: Path, names: Sequence[str] | set[str]) -> Path | None:
-    """Return the folder in `folder` with one of the names; a UserError if several may be meant."""
-    found = [each for each in inner_folders(folder) if each.name.lower() in names]
-    if len(found) > 1:
-        # without images, as VOC's Annotations, it is not meant
-        found = [each for each in found if any_image(each)] or found[:1]
-    if len(found) > 1:
-        listed = " and ".join(each.name for each in found)
-        raise UserError(
-            f"{folder}: {listed} may each be meant; rename or move all but one of them"
-        )
-    return found[0] if found else None
+    roles = {role_of(each.name) for each in inner_folders(folder)}
+    return roles >= {Role("", "images"), Role("", "masks")}
 
 
 def inner_folders(folder: Path) -> list[Path]:
@@ -223,8 +224,8 @@ def inner_folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         if folder.exists():
             raise UserError(
-                f"{folder}: a file, not a folder: name the one that it is in, or have python -m "
-                "ddpkit convert read it"
+                f"{folder}: a file, not a folder: name the one that it is in; or, for "
+                f"labels: {convert_command(folder)}"
             )
         raise UserError(f"{folder}: no such folder")
     inner = sorted(each for each in folder.iterdir() if each.is_dir())
@@ -237,15 +238,15 @@ def images_in(folder: Path) -> list[str]:
     return [name for name in names if is_image(name)]
 
 
-def looks_like_class(folder: Path) -> bool:
-    """Return whether there are images below `folder`, and nowhere folders of images and masks."""
-    below = [Path(at) for at, _, _ in os.walk(folder)]
-    return any(map(images_in, below)) and not any(map(has_kinds, below))
-
-
 def any_image(folder: Path) -> bool:
     """Return whether there is an image somewhere below `folder`."""
     return any(is_image(name) for _, _, names in os.walk(folder) for name in names)
+
+
+def looks_like_class(folder: Path) -> bool:
+    """Return whether there are images below `folder`, and nowhere folders of images and masks."""
+    below = [Path(at) for at, _, _ in os.walk(folder)]
+    return any_image(folder) and not any(map(has_kinds, below))
 
 
 def is_image(name: str) -> bool:
@@ -283,34 +284,32 @@ def explain_parts(root: Path) -> str:
     return f"{names} are named as parts of the set; move {', and '.join(moves)}"
 
 
-def find_whole(root: Path, has_masks: bool, depth: int = 1) -> Path | None:
-    """Return the only folder below `root` that looks as if it were meant as DIR."""
-    found = []
-    for folder in inner_folders(root):
-        if part_in_name(folder.name):
+def find_whole(root: Path, has_masks: bool) -> Path | None:
+    """Return the only folder in `root`, or in one of its, that looks as if it were meant as DIR."""
+    found: list[Path] = []
+    for outer in inner_folders(root):
+        if part_in_name(outer.name):
             continue
-        try:
-            inner: Path | None = folder
-            if not looks_whole(folder, has_masks):
-                inner = find_whole(folder, has_masks, depth - 1) if depth else None
-        except OSError:  # of another user
-            continue
-        if inner:
-            found.append(inner)
+        with contextlib.suppress(OSError):  # of another user
+            is_whole = looks_whole(outer, has_masks)
+            for each in [outer] if is_whole else inner_folders(outer):
+                if looks_whole(each, has_masks) and not part_in_name(each.name):
+                    found.append(each)
     return found[0] if len(found) == 1 else None
 
 
 def looks_whole(folder: Path, has_masks: bool) -> bool:
     """Return whether a folder has one for training, or those of images and masks, or of classes."""
-    if choose_folder(folder, PARTS["train"]):
+    inner = inner_folders(folder)
+    if any(role_of(each.name) == Role("train") for each in inner):
         return True
     if has_masks:
-        return bool(find_kinds(folder))
-    return sum(bool(images_in(each)) for each in inner_folders(folder)) > 1
+        return has_kinds(folder)
+    return sum(bool(images_in(each)) for each in inner) > 1
 
 
-def refuse_unknown(folder: Path, has_masks: bool) -> NoReturn:
-    """Raise a UserError that says what `folder` has, and what is expected."""
+def refuse_unknown(root: Path, folder: Path, has_masks: bool) -> NoReturn:
+    """Raise a UserError that says what `folder`, in `root`, has, and what is expected."""
     inner = inner_folders(folder)
     there = [each.name for each in inner]
     there += [name for name in sorted(os.listdir(folder)) if name not in there]
@@ -319,7 +318,7 @@ def refuse_unknown(folder: Path, has_masks: bool) -> NoReturn:
     whole = find_whole(folder, has_masks)
     if not has_masks and has_kinds(folder):
         hint = f": {OTHER_TASK[has_masks]}"
-    elif own_names:
+    elif own_names and (not has_masks or any(map(has_kinds, inner))):
         hint = f": {own_names}"
     elif whole:
         hint = f": name {whole} instead"
@@ -327,5 +326,11 @@ def refuse_unknown(folder: Path, has_masks: bool) -> NoReturn:
         hint = f": {OTHER_TASK[has_masks]}"
     raise UserError(
         f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}{hint}; expected "
-        f"{EXPECTED[has_masks]}; python -m ddpkit convert takes other formats"
+        f"{EXPECTED[has_masks]}; or, for other labels: {convert_command(root)}"
     )
+
+
+def convert_command(source: Path) -> str:
+    """Return what to type, so that labels of another program become a set in this layout."""
+    out = f"{os.path.abspath(source)}-converted"
+    return f"python -m ddpkit convert {shlex.quote(str(source))} {shlex.quote(out)}"

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,23 @@ from ddpkit import files
 from ddpkit.data import loading, normalizing
 from ddpkit.data.format import Format, read_format
 from ddpkit.errors import UserError, print_error
-from ddpkit.ranks import children, devices, distributed
+from ddpkit.ranks import devices, distributed
 from ddpkit.ranks.replicas import uncompiled
-from ddpkit.ranks.workers import worker_context
 from ddpkit.run import checkpoint
-from ddpkit.run.flags import task_of
+from ddpkit.run.flags import OF_TASKS
 from ddpkit.vision import folders
 from ddpkit.vision.images import LazyImage, open_image, visible
 from ddpkit.vision.masks import Classes
 from ddpkit.vision.pictures import draw_legend, drawing, overlay, paint
 
+ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 Read = Callable[[LazyImage], Tensor]
 
 
 def open_model(
     path: Path | str,
     build_model: Callable[[Namespace, Sequence[str], int], nn.Module],
-    parse_args: checkpoint.ParseArgs,
+    parse_args: ParseArgs,
     device: torch.device,
 ) -> tuple[nn.Module, Classes, Namespace, Format]:
     """Return the network of a checkpoint, ready to predict, its classes, flags and image format.
@@ -62,6 +62,15 @@ def open_model(
     return model, Classes(state["classes"], state.get("colors")), args, format
 
 
+def task_of(flags: Collection[str]) -> str:
+    """Return the task all of whose own flags are among `flags`, by their names, or nothing."""
+    for task, names in OF_TASKS.items():
+        own = [name.removeprefix("--").replace("-", "_") for name in names.split()]
+        if all(name in flags for name in own):
+            return task
+    return ""
+
+
 class Predictor:
     """The network of a checkpoint, and images for it. Those that cannot be read are left out.
 
@@ -83,18 +92,18 @@ class Predictor:
         path: Path | str,
         inputs: Sequence[str],
         build_model: Callable[..., nn.Module],
-        parse_args: checkpoint.ParseArgs,
+        parse_args: ParseArgs,
         output: Path | None = None,
     ) -> None:
         self.device = devices.kind()
         opened = open_model(path, build_model, parse_args, self.device)
         self.model, self.classes, self.args, format = opened
-        self.found = folders.collect(inputs, output)
+        self.files = folders.collect(inputs, output)
         paths = [Path(each) for each in inputs]
+        around = {each if each.is_dir() else each.parent for each in paths}
         # What training allowed, or what data.json in a folder of images allows.
-        limit = format.max_megapixels
-        for place in {each if each.is_dir() else each.parent for each in paths}:
-            limit = max(limit, read_format(place).max_megapixels)
+        limits = [read_format(folder).max_megapixels for folder in around]
+        limit = max(format.max_megapixels, *limits)
         self.format = replace(format, max_megapixels=limit)
         self.broken: list[str] = []
 
@@ -127,27 +136,21 @@ class Predictor:
         self, read: Read, batch_size: int
     ) -> Iterator[tuple[list[str], list[Tensor]]]:
         """Yield (paths, what `read` makes of the images), and note those that are broken."""
-        data = Tolerant([path for path, _ in self.found], read, self.format)
-        workers = loading.default_workers()
-        loader: DataLoader = DataLoader(
-            data,
-            batch_size,
-            num_workers=workers,
-            multiprocessing_context=worker_context(workers),
-            worker_init_fn=children.start_worker,
-            collate_fn=list,  # of pairs, some of which may have a line for an image
-        )
-        # disable=None: no bar without a terminal
+        data = Tolerant([path for path, _ in self.files], read, self.format)
+        workers = loading.workers(None, torch.device("cpu"))
+        # as a list: some samples are a line instead of an image
+        loader: DataLoader = DataLoader(data, batch_size, collate_fn=list, **workers)
+        # the bar is on a terminal alone
         with tqdm(total=len(data), unit="img", disable=None) as bar:
             for samples in loader:
                 paths = []
                 images = []
-                for path, found in samples:
-                    if path:
-                        paths.append(path)
-                        images.append(found)
+                for path, image in samples:
+                    if isinstance(image, str):
+                        self.broken.append(image)
                     else:
-                        self.broken.append(found)
+                        paths.append(path)
+                        images.append(image)
                 if paths:
                     yield paths, images
                 bar.update(len(samples))
@@ -170,7 +173,7 @@ class Predictor:
         """
         # first of all, so that two of one name are refused before the work begins
         name_of = {
-            path: name for name, path in folders.index_by_name(self.found).items()
+            path: name for name, path in folders.index_by_name(self.files).items()
         }
 
         def save_image(kind: str, path: str, drawn: Image.Image) -> None:
@@ -187,17 +190,17 @@ class Predictor:
             save_image("overlays", path, Image.fromarray(tinted))
 
         yield write_mask
-        if len(self.broken) < len(self.found):  # something was drawn
+        if len(self.broken) < len(self.files):  # something was drawn
             with drawing(output / "legend.png") as figure:
                 draw_legend(figure, self.classes, set(range(256)), "not tinted")
         self.finish(f"{output / 'masks'}, {output / 'overlays'}")
 
     def finish(self, where: object) -> None:
         """Print the number of images; list the unreadable ones and exit with status 1 if any."""
-        count = len(self.found) - len(self.broken)
+        count = len(self.files) - len(self.broken)
         if count == 0:
             where = "no file written"
-        distributed.print0(f"{count} of {len(self.found)} images predicted: {where}")
+        distributed.print0(f"{count} of {len(self.files)} images predicted: {where}")
         for line in self.broken:
             print_error(line)
         if self.broken:  # status 1, for scripts, though the others are predicted
@@ -206,7 +209,7 @@ class Predictor:
 
 @dataclass
 class Tolerant(Dataset):
-    """(path, what `read` makes of the image), or ("", a line) for one that cannot be read."""
+    """(path, what `read` makes of the image, or a line if it cannot be read)."""
 
     paths: Sequence[str]
     read: Read
@@ -220,7 +223,7 @@ class Tolerant(Dataset):
         try:
             return path, self.read(open_image(path, self.format))
         except UserError as error:
-            return "", str(error)
+            return path, str(error)
         except (AttributeError, KeyError, TypeError) as error:
             # such as one that flips image and mask together
             reason = " ".join(f"{type(error).__name__}: {error}".split())

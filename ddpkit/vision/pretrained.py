@@ -53,33 +53,36 @@ def load_pretrained(
     if pretrained in (None, "none"):
         return
     name = pretrained
-    sources = find_published(arch, encoder, options)
-    if pretrained == "auto":
-        if model is None:
-            return
-        if not sources:
-            distributed.print0("--weights auto: none, published for this network")
-            return
-        name = next(iter(sources))
-        distributed.print0(f"--weights auto: {name}, downloaded unless cached ...")
-    elif name.endswith((".pt", ".pth")):
+    is_auto = name == "auto"
+    sources: dict[str, Fetch]
+    if name.endswith((".pt", ".pth")):
         sources = {name: functools.partial(read_tensors, name)}
         if not distributed.await_rank_zero(os.path.isfile, name):
             raise UserError(f"--weights {name}: no such file")
-    if name not in sources:
+    else:
+        sources = find_published(arch, encoder, options)
+    if is_auto:
+        name = next(iter(sources), "none")
+    elif name not in sources:
         known = ", ".join(sources) or "none"
         raise UserError(f"--weights {name}: published are {known}; or name a .pt file")
     if model is None:
         return
-    found = distributed.await_rank_zero(try_to_fetch, name, sources[name])
-    if not isinstance(found, str):
-        copy_matching(model, found, name)
-    elif pretrained == "auto":
-        distributed.print0(
-            f"{found}; starts from scratch; use --weights FILE, or --weights none"
-        )
-    else:
-        raise UserError(found)
+    if not sources:
+        distributed.print0("--weights auto: none, published for this network")
+        return
+    if is_auto:
+        distributed.print0(f"--weights auto: {name}, downloaded unless cached ...")
+    tensors = distributed.await_rank_zero(try_to_fetch, name, sources[name])
+    if not isinstance(tensors, str):
+        copy_matching(model, tensors, name)
+        return
+    fault = tensors
+    if not is_auto:
+        raise UserError(fault)
+    distributed.print0(
+        f"{fault}; starts from scratch; use --weights FILE, or --weights none"
+    )
 
 
 def try_to_fetch(name: str, fetch: Fetch) -> Tensors | str:
@@ -124,28 +127,24 @@ def find_published(arch: str, encoder: str, options: dict) -> dict[str, Fetch]:
         if not own or not timm.is_model_pretrained(name):
             return {}
         build = partial(timm.create_model, name, pretrained=True, **options)
-        return {own.tag or "default": partial(fetch, own.hf_hub_id, build)}
+        return {own.tag or "default": partial(fetch, build)}
     if not encoder:
         return {}
     import segmentation_models_pytorch as smp
 
-    repositories: dict[str, str | None] = {}
     if encoder.startswith("tu-"):  # of timm: its tag, if any, says which weights
         name = encoder.removeprefix("tu-")
-        own = timm.get_pretrained_cfg(name)
-        if own and timm.is_model_pretrained(name):
-            repositories["imagenet"] = own.hf_hub_id
+        timm.get_pretrained_cfg(name)  # refuses a tag that there is not
+        names = ["imagenet"] if timm.is_model_pretrained(name) else []
     else:
         about = smp.encoders.encoders.get(encoder, {})
-        for name, each in (about.get("pretrained_settings") or {}).items():
-            repositories[name] = each.get("repo_id")
-    found: dict[str, Fetch] = {}
-    for name in sorted(repositories, key=lambda name: name != "imagenet"):
-        build = partial(smp.encoders.get_encoder, encoder, weights=name)
-        if arch == "dpt":  # alone takes encoders whose maps have one size
-            build = partial(build_dpt_encoder, encoder, name)
-        found[name] = partial(fetch, repositories[name], build, "encoder.")
-    return found
+        names = list(about.get("pretrained_settings") or ())
+    # dpt alone takes encoders whose maps have one size
+    build_encoder = build_dpt_encoder if arch == "dpt" else smp.encoders.get_encoder
+    return {
+        name: partial(fetch, partial(build_encoder, encoder, weights=name), "encoder.")
+        for name in sorted(names, key=lambda name: name != "imagenet")
+    }
 
 
 def build_dpt_encoder(encoder: str, weights: str) -> nn.Module:
@@ -154,16 +153,23 @@ def build_dpt_encoder(encoder: str, weights: str) -> nn.Module:
     return smp.DPT(encoder_name=encoder, encoder_weights=weights).encoder
 
 
+def fetch(build: Callable[[], nn.Module], prefix: str = "") -> Tensors:
+    """Return the tensors of the network that `build` makes with published weights."""
+    with reaching_hub(), torch.random.fork_rng([]):
+        network = build()
+    return {f"{prefix}{key}": value for key, value in network.state_dict().items()}
+
+
 @contextlib.contextmanager
-def reaching(repository: str | None) -> Iterator[None]:
+def reaching_hub() -> Iterator[None]:
     """Leave the hub alone in the block unless it answers: its library would try for minutes."""
     import huggingface_hub as hub
 
     before = hub.constants.HF_HUB_OFFLINE
     try:
-        if repository:
-            url = hub.hf_hub_url(repository, "config.json")
-            hub.get_hf_file_metadata(url, timeout=SECONDS)
+        # any file will do, also one that is not there
+        url = hub.hf_hub_url("timm/resnet18.a1_in1k", "config.json")
+        hub.get_hf_file_metadata(url, timeout=SECONDS)
     except Exception as error:
         answer = getattr(error, "response", None)  # such as 404
         if answer is None or answer.status_code >= 500:
@@ -172,15 +178,6 @@ def reaching(repository: str | None) -> Iterator[None]:
         yield
     finally:
         hub.constants.HF_HUB_OFFLINE = before
-
-
-def fetch(
-    repository: str | None, build: Callable[[], nn.Module], prefix: str = ""
-) -> Tensors:
-    """Return the tensors of the network that `build` makes with published weights."""
-    with reaching(repository), torch.random.fork_rng([]):
-        network = build()
-    return {f"{prefix}{key}": value for key, value in network.state_dict().items()}
 
 
 def copy_matching(

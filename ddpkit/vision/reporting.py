@@ -1,7 +1,6 @@
 """What a run reports, on rank 0: lines, progress, metrics.csv, TensorBoard, a tracker, images."""
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 import json
@@ -9,6 +8,7 @@ import math
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,18 +20,18 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ddpkit import files
+from ddpkit import files, version
 from ddpkit.data import loading, samples
 from ddpkit.data.loading import TrainSampler
 from ddpkit.data.other_loaders import OtherSource
 from ddpkit.errors import UserError
-from ddpkit.ranks import devices, distributed, failures, process
-from ddpkit.run import checkpoint, settings
+from ddpkit.ranks import cpus, devices, distributed, failures, process
+from ddpkit.run import checkpoint
 from ddpkit.run.file_names import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
-from ddpkit.run.outputs import Outputs
+from ddpkit.run.loop import Run
 from ddpkit.vision import images, pictures
 from ddpkit.vision.beside import Beside
-from ddpkit.vision.mistakes import MEASURES, Mistakes, Worsts, per_class_lines
+from ddpkit.vision.mistakes import MEASURES, Mistakes, Predict, Worsts, per_class_lines
 from ddpkit.vision.pictures import DrawExample
 from ddpkit.vision.rows import (
     EpochLines,
@@ -39,10 +39,9 @@ from ddpkit.vision.rows import (
     as_digits,
     is_of_class,
     only_numbers,
-    recorded_epochs,
     recorded_rows,
 )
-from ddpkit.vision.steplog import Board, StepLog, open_writer
+from ddpkit.vision.steplog import Board, StepLog
 
 Log = Callable[[dict[str, float]], object]  # takes a row of numbers
 # takes the id of the run to continue, or None; returns its id, and what takes the rows
@@ -69,6 +68,7 @@ class Reporter:
     image, target, logits, classes).
     tracker: gets the rows of metrics.csv, on rank 0: "mlflow", "trackio", "wandb", or a function
     that takes the id of the run to continue, or None, and returns its id and a function of a row.
+    It starts with the first row, or `Run`; note_facts(flags=...) before gives it the flags, too.
 
     Raises a UserError if there is no such tracker.
     """
@@ -83,7 +83,7 @@ class Reporter:
         epoch: int = 0,
         step: int = 0,
         device: torch.device | None = None,
-        predict: Callable[[nn.Module, Tensor], Outputs] | None = None,
+        predict: Predict | None = None,
         draw: DrawExample | None = None,
         tracker: str | Start | None = None,
     ) -> None:
@@ -104,40 +104,46 @@ class Reporter:
         self.waited = 0.0
         self.images = 0  # in this epoch, of all ranks
         self.beside = Beside()
-        self.process = os.getpid()
         self.log: Log | None = None  # the tracker's
-        self.facts: dict[str, object] = {}  # args.json
+        self.facts: dict[str, Any] = {}  # args.json
         self.network = ""  # the line on its parameters
+        self.active = distributed.is_rank_zero()
         rows = recorded_rows(self.folder, epoch)
-        self._begin(epoch, step, rows, device or devices.kind(), active=True)
+        self._go_on(epoch, step, rows, device or devices.kind())
 
-    def _begin(
-        self, epoch: int, step: int, rows: list[Row], device: torch.device, active: bool
+    def _go_on(
+        self, epoch: int, step: int, rows: list[Row], device: torch.device
     ) -> None:
         """Go on after these epochs and steps; the files are opened when something is written."""
         # finished, so also the number of the next, from 0
         self.epoch = epoch
         self.rows = rows
         self.device = device
-        self.active = active and distributed.is_rank_zero()
         self.steps = StepLog(self.folder, device, self.log_every, step, self.active)
-        # Entries of later epochs, before going back to an earlier checkpoint, are dropped:
-        # in a folder of its own, for other people's scalars have other steps.
-        open_board = functools.partial(open_writer, purge_step=epoch + 1)
-        self.board = Board(self.folder / EPOCHS, open_board, self.active)
+        # in a folder of its own, for other people's scalars have other steps
+        self.board = Board(self.folder / EPOCHS, epoch, self.active)
 
-    def go_on(
-        self, epoch: int, step: int, rows: list[Row], device: torch.device
-    ) -> bool:
-        """Begin where a run goes on; return whether all is done and recorded, and nothing left.
+    def begin_run(self, run: Run) -> bool:
+        """Go on where `run` does; return whether all is done and recorded, and nothing left.
 
-        rows: of the run, which adds to them. Every rank has to call it.
+        If not, print its start lines, write args.json, record rows that it had saved when it was
+        killed, and start the tracker. All ranks have to call this, and wait for rank 0.
         """
-        recorded = distributed.from_rank_zero(recorded_epochs, self.folder)
-        is_complete = min(epoch, recorded) >= self.epochs
-        self._begin(epoch, step, rows, device, active=not is_complete)
-        self.steps.begin_epoch()
+        recorded = len(distributed.from_rank_zero(recorded_rows, self.folder))
+        is_complete = min(run.epoch, recorded) >= self.epochs
+        self.active = self.active and not is_complete
+        self._go_on(run.epoch, run.step, run.history, run.device)
+        if not is_complete:
+            self.steps.begin_epoch()
+            distributed.await_rank_zero(self._begin_run, run, recorded)
         return is_complete
+
+    def _begin_run(self, run: Run, recorded: int) -> None:
+        self._print_start(run)
+        self.start_tracker()
+        # They may be more: of epochs after the one that was gone back to.
+        if self.rows and recorded != len(self.rows):
+            self.record(self.rows[recorded:])
 
     @staticmethod
     def check_tracker(name: str | None) -> None:
@@ -157,55 +163,45 @@ class Reporter:
 
     def close(self) -> None:
         """Clear the progress bar and close the files, before any error is printed."""
-        # TensorBoard's thread is not in a child that was forked
-        if os.getpid() != self.process:
-            return
         self.bar.close()
         self.steps.close()
         self.board.close()
 
-    def print_start(
-        self,
-        source: TrainSampler | OtherSource,
-        batch_size: int,
-        accumulate: int,
-        train_loader: object,
-        val_loader: object,
-        flags: Mapping[str, object],
-    ) -> None:
+    def _print_start(self, run: Run) -> None:
         """Print the start lines and write args.json: flags, versions, commit, device."""
-        if not self.active:
-            return
+        source = run.source
         ranks = distributed.world_size()
         device = self.device.type.upper()
         name_of = getattr(torch.get_device_module(self.device), "get_device_name", None)
         if name_of:  # of a GPU
             device = name_of(self.device)
         val = ""
-        if isinstance(val_loader, loading.Loader):  # another may have a share of them
-            val = f"{len(samples.dataset_of(val_loader))} validation images | "
+        # another may have a share of them
+        if isinstance(run.val_loader, loading.Loader):
+            val = f"{len(samples.dataset_of(run.val_loader))} validation images | "
         distributed.print0(
-            f"{ranks} rank(s) on {device} | batch {batch_size} per rank x "
-            f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch}"
+            f"{ranks} rank(s) on {device} | batch {run.batch_size} per rank x "
+            f"{ranks} rank(s) x {run.accumulate} accumulated = {source.global_batch}"
         )
         distributed.print0(
             f"{source.total} training + {val}{source.steps} steps per epoch"
             f"{left_out(source)}"
         )
-        amp = f" | amp {flags['amp']}" if "amp" in flags else ""
+        amp = f" | amp {run.flags['amp']}" if "amp" in run.flags else ""
         jpeg = images.decoder()
         distributed.print0(
-            f"per rank {getattr(train_loader, 'num_workers', 0)} loader worker(s) and "
+            f"per rank {getattr(run.train_loader, 'num_workers', 0)} loader worker(s) and "
             f"{torch.get_num_threads()} thread(s) | JPEG: {jpeg}{amp}"
         )
-        own = settings.library()
+        own = f"{version.__version__} in {version.FOLDER}"
         distributed.print0(f"ddpkit {own}")
         self.note_facts(
-            flags=dict(flags),
+            flags=run.flags,
+            best=run.best_by,
             ranks=ranks,
             device=device,
             jpeg=jpeg,
-            git=settings.git_commit(),
+            git=git_commit(),
             versions={
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -223,21 +219,16 @@ class Reporter:
         line = f"{type(network).__name__}: {total:,} parameters"
         if trained < total:
             line += f", {trained:,} of them trained"
-        if self.active and line != self.network:
+        if line != self.network:
             distributed.print0(line)
         self.network = line
 
     def note_facts(self, **more: object) -> None:
-        """Add something to args.json."""
+        """Add something to args.json, such as flags=vars(args), for `compare` and a tracker."""
         facts = self.facts | more
         if self.active and facts != self.facts:
             self.facts = facts
             self.write_json("args.json", facts)
-
-    def chosen_by(self) -> list[str]:
-        """Return the column by which best.pt is chosen, and "max" or "min"; "" while not known."""
-        found = self.facts.get("best")
-        return found if isinstance(found, list) else ["", ""]
 
     def progress(
         self,
@@ -293,8 +284,8 @@ class Reporter:
         at: the step as the line has it, such as "50/391"; by default `step`.
         """
         if self.steps.is_due(step):
-            place = f"epoch {self.epoch + 1}/{self.epochs}  step {at or step}"
-            self.steps.add_step(step, place, loss, lr, grad_norm)
+            words = f"epoch {self.epoch + 1}/{self.epochs}  step {at or step}"
+            self.steps.add_step(step, words, loss, lr, grad_norm)
 
     def speed(self) -> dict[str, float]:
         """Return the epoch's columns of speed, as those of all ranks; to call on all of them.
@@ -314,62 +305,60 @@ class Reporter:
         failures.reset_peak(self.device)
         if not self.images:
             return {}
-        found = {
+        columns = {
             "img_per_s": self.images / seconds,
             "train_seconds": seconds,
             "data_wait": waited / seconds,
         }
         if not math.isnan(peak):  # which it is on a CPU
-            found["peak_memory"] = peak / failures.GIB
-        return found
+            columns["peak_memory"] = peak / failures.GIB
+        return columns
 
     def log_epoch(self, row: Row, is_best: bool = False) -> None:
         """Record a finished epoch: a line, metrics.csv, TensorBoard's scalars, curves.png.
 
-        row: its numbers, by column; "epoch", from 1, may be among them.
+        row: its numbers, by column; "epoch", from 1, may be among them. All ranks have to call
+        this, and wait for rank 0, whose tracker may take as long as it likes.
         """
         self.rows.append(checkpoint.to_plain({"epoch": self.epoch + 1, **row}))
-        self._log_last_row(is_best)
+        self.log_last_row(is_best)
 
     def log_last_row(self, is_best: bool) -> None:
-        """Record the epoch of the last of `rows`, as `log_epoch` does; all ranks have to call this.
-
-        They wait for rank 0, whose tracker may take as long as it likes.
-        """
+        """Record the epoch of the last of `rows`, as `log_epoch` does."""
+        self.epoch = int(self.rows[-1]["epoch"])
         distributed.await_rank_zero(self._log_last_row, is_best)
 
     def _log_last_row(self, is_best: bool) -> None:
         row = self.rows[-1]
-        self.epoch = int(row["epoch"])
-        if not self.active:
-            return
-        found = only_numbers(row)
         seconds = time.monotonic() - self.began
-        left = tqdm.format_interval((self.epochs - found["epoch"]) * seconds)
-        name, _ = self.chosen_by()
-        for line in self.lines.of_row(row, left, name, is_best):
+        left = tqdm.format_interval((self.epochs - self.epoch) * seconds)
+        best, _ = self.facts.get("best", ("", ""))
+        for line in self.lines.of_row(row, left, best, is_best):
             distributed.print0(line)
-        wait = found.get("data_wait", 0)
-        seconds = found.get("train_seconds", 0)
+        numbers = only_numbers(row)
+        wait = numbers.get("data_wait", 0)
+        seconds = numbers.get("train_seconds", 0)
         if wait > 0.1 and wait * seconds > 1:
             distributed.print0(
                 f"input-bound: {wait:.0%} of {seconds:.0f} s were spent waiting for images; what "
-                f"helps: --workers up to {settings.cpu_share()} (CPUs per rank), image files that "
+                f"helps: --workers up to {cpus.cpu_share()} (CPUs per rank), image files that "
                 "are not much larger than --image-size, more CPUs"
             )
         self.record([row])
 
     def record(self, new: Sequence[Row]) -> None:
-        """Draw curves.png, then write metrics.csv; give the `new` rows to TensorBoard."""
+        """Draw curves.png, then write metrics.csv; TensorBoard and a tracker get the `new` rows."""
         path = self.folder / "curves.png"
-        words = path, self.rows, self.classes, *self.chosen_by()
-        self.beside(f"{path} is not drawn", pictures.draw_curves, *words)
+        best = self.facts.get("best", ())
+        shown = path, self.rows, self.classes, *best
+        self.beside(f"{path} is not drawn", pictures.draw_curves, *shown)
         self.beside(f"{self.folder}/metrics.csv is not written", self.write_rows)
-        shown = new if any((self.folder / EPOCHS).glob(EVENTS)) else self.rows
-        for row in shown:
+        is_new = not any((self.folder / EPOCHS).glob(EVENTS))
+        for row in self.rows if is_new else new:
             for name, value in only_numbers(row).items():
                 self.board.add_scalar(name, value, row["epoch"])
         self.board.flush()
+        self.start_tracker()
         for row in new:
             if self.log:
                 numbers = only_numbers(row)
@@ -382,41 +371,29 @@ class Reporter:
             for row in self.rows:
                 write([row.get(name, "") for name in columns])
 
-    def catch_up(self, flags: Mapping[str, object] | None = None) -> None:
-        """Record the rows that a run had saved when it was killed; start the tracker, if any.
+    def start_tracker(self) -> None:
+        """Start the tracker, if there is one, and this was not tried before."""
+        if self.tracker:
+            self.beside("the tracker did not start", self._start_tracker, self.tracker)
+        self.tracker = None
 
-        flags: for the tracker. All ranks have to call this, and wait for rank 0.
-        """
-        tracker = self.tracker
-        if isinstance(tracker, str):
-            tracker = find_tracker(tracker, self.folder, flags or {})
-
-        def catch_up() -> None:
-            if tracker:
-                self.beside("the tracker did not start", self._start_tracker, tracker)
-            recorded = recorded_epochs(self.folder)
-            # They may be more: of epochs after the one that was gone back to.
-            if self.rows and recorded != len(self.rows):
-                self.record(self.rows[recorded:])
-
-        distributed.await_rank_zero(catch_up if self.active else int)
-
-    def _start_tracker(self, tracker: Start) -> None:
+    def _start_tracker(self, tracker: str | Start) -> None:
         path = self.folder / "tracker.json"
         known = json.loads(path.read_text("utf-8"))["run"] if path.exists() else None
-        run, self.log = tracker(known)
-        self.write_json("tracker.json", {"run": run})
+        if isinstance(tracker, str):
+            flags = self.facts.get("flags", {})
+            run, self.log = start_by_name(tracker, known, self.folder.name, flags)
+        else:
+            run, self.log = tracker(known)
+        self.write_json(path.name, {"run": run})
 
     def write_json(self, name: str, value: object) -> None:
         path = self.folder / name
         text = json.dumps(value, indent=2, default=str)
         self.beside(f"{path} is not written", files.save_text, path, f"{text}\n")
 
-    def _mistakes(
-        self, confusion: Tensor | None, worst: Worsts, model: nn.Module, loader: object
-    ) -> Mistakes:
-        shown = loader, self.classes, self.predict, self.draw
-        return Mistakes(confusion, worst, model, *shown)
+    def _mistakes(self, model: nn.Module, loader: object) -> Mistakes:
+        return Mistakes(model, loader, self.classes, self.predict, self.draw)
 
     def write_images(
         self, confusion: Tensor | None, worst: Worsts, model: nn.Module, loader: object
@@ -425,63 +402,70 @@ class Reporter:
 
         All ranks have to call this, and wait for rank 0.
         """
-        mistakes = self._mistakes(confusion, worst, model, loader)
 
         def write() -> None:
+            mistakes = self._mistakes(model, loader)
             failed = f"{self.folder} lacks images of best.pt"
-            self.beside(failed, mistakes.write_files, self.folder)
+            self.beside(failed, mistakes.write_files, self.folder, confusion, worst)
             self.beside(failed, mistakes.draw_examples, self.folder / "examples.png")
 
-        distributed.await_rank_zero(write if self.active else int)
+        distributed.await_rank_zero(write)
 
     def try_drawing(self, model: nn.Module, loader: object) -> None:
         """Draw one image to nowhere: if that fails, it fails before the first epoch."""
         if self.active:
-            mistakes = self._mistakes(None, [], model, loader)
             with tempfile.TemporaryDirectory() as folder:
-                mistakes.draw_examples(Path(folder, "image.png"), {0: ""})
+                path = Path(folder, "image.png")
+                self._mistakes(model, loader).draw_examples(path, {0: ""})
 
     def write_evaluation(
         self,
-        found: tuple[Mapping[str, float], Tensor | None, Worsts],
+        evaluation: tuple[Mapping[str, float], Tensor | None, Worsts],
         model: nn.Module,
         loader: object,
         as_json: bool = False,
     ) -> None:
         """Write what an evaluation has found to eval/ in the folder, and print it, on rank 0.
 
-        found: as main.evaluate returns it: results by name, printed below a table of the classes,
-        or, as_json, alone and in one line; the confusion matrix of `compute_metrics`; what
+        evaluation: as main.evaluate returns it: results by name, printed below a table of the
+        classes, or, as_json, alone and in one line; the confusion matrix of `compute_metrics`; what
         TopLosses.compute() returns. loader: of the validation images.
         """
         if not distributed.is_rank_zero():
             return
-        results, confusion, worst = found
-        mistakes = self._mistakes(confusion, worst, model, loader)
+        results, confusion, worst = evaluation
+        mistakes = self._mistakes(model, loader)
         folder = self.folder / "eval"
         failed = f"{folder} lacks files of this evaluation"
         self.beside(failed, files.make_folder, folder)
         self.beside(failed, remove_images, folder)  # of another checkpoint
-        self.beside(failed, mistakes.write_files, folder)
+        self.beside(failed, mistakes.write_files, folder, confusion, worst)
         names = [name for name in IMAGES if (folder / name).exists()]
         if names:
             distributed.print0(f"written to {folder}: {', '.join(names)}")
-        print_evaluation(mistakes, results, as_json)
+        if as_json:
+            # it has no NaN, which a metric of no samples is
+            finite = {
+                name: value if math.isfinite(value) else None
+                for name, value in results.items()
+            }
+            return distributed.print0(json.dumps(finite))
+        count = samples.size(samples.dataset_of(loader))
+        for line in evaluation_lines(results, confusion, self.classes, count):
+            distributed.print0(line)
 
     def print_results(self, name: str, best: float, epoch: int, example: str) -> None:
         """Print the best score, the paths of the results, and the command that uses them.
 
         epoch: of the best. example: an image to predict.
         """
-        if not self.active:
-            return
         if not math.isfinite(best):
             return distributed.print0(
                 f"done: {name} was NaN after every epoch: there is no best.pt"
             )
         checkpoint = os.path.join(os.path.relpath(self.folder), "best.pt")
-        found = [file for file in SHOWN if (self.folder / file).exists()]
-        names = ", ".join([checkpoint, *found])
+        shown = [file for file in SHOWN if (self.folder / file).exists()]
+        names = ", ".join([checkpoint, *shown])
         distributed.print0(f"done: best {name} {best:.4f}, of epoch {epoch}; {names}")
         script = process.project() / "predict.py"
         if script.is_file():
@@ -508,30 +492,42 @@ def left_out(source: TrainSampler | OtherSource) -> str:
     return line
 
 
-def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
-    """Return what begins or continues a run of that tracker, named as `folder` and its project."""
+def git_commit() -> str:
+    """Return the commit of the project's folder, marked if it has changes; "" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(
+            command, cwd=process.project(), capture_output=True, text=True
+        )
+        return done.stdout.strip()
+    return ""
+
+
+def start_by_name(
+    tracker: str, known: str | None, name: str, flags: Mapping[str, object]
+) -> tuple[str, Log]:
+    """Begin a run of a tracker, by its name and that of the project, or continue the `known` one.
+
+    Returns its id, and what takes its rows.
+    """
+    tool = importlib.import_module(tracker)  # which may fail as its server may
     project = process.project().name
+    if tracker == "mlflow":
+        tool.set_experiment(project)
+        run = tool.start_run(known, run_name=name)
+        tool.log_params({} if known else flags)
+        return run.info.run_id, lambda row: tool.log_metrics(
+            row, step=int(row["epoch"])
+        )
+    # wandb finds a run by its id, trackio by its name
+    key = {"id": known} if tracker == "wandb" else {"name": known or name}
+    run = tool.init(project=project, config=flags, resume="allow", **key)
 
-    def start_run(known: str | None) -> tuple[str, Log]:
-        tool = importlib.import_module(name)  # which may fail as its server may
-        if name == "mlflow":
-            tool.set_experiment(project)
-            run = tool.start_run(known, run_name=folder.name)
-            tool.log_params({} if known else flags)
-            return run.info.run_id, lambda row: tool.log_metrics(
-                row, step=int(row["epoch"])
-            )
-        # wandb finds a run by its id, trackio by its name
-        key = {"id": known} if name == "wandb" else {"name": known or folder.name}
-        run = tool.init(project=project, config=dict(flags), resume="allow", **key)
+    def log_row(row: dict[str, float]) -> None:
+        row.pop("step", None)  # a name of theirs
+        run.log(row, step=int(row["epoch"]))
 
-        def log(row: dict[str, float]) -> None:
-            shown = {each: row[each] for each in row if each != "step"}
-            run.log(shown, step=int(row["epoch"]))
-
-        return run.id if name == "wandb" else run.name, log
-
-    return start_run
+    return run.id if tracker == "wandb" else run.name, log_row
 
 
 def _is_on_terminal() -> bool:
@@ -540,25 +536,26 @@ def _is_on_terminal() -> bool:
     return False
 
 
-def print_evaluation(
-    mistakes: Mistakes, results: Mapping[str, float], as_json: bool
-) -> None:
-    """Print the numbers of an evaluation, on rank 0: tables, or a line of JSON."""
-    if as_json:
-        # it has no NaN, which a metric of no samples is
-        finite = {name: x if math.isfinite(x) else None for name, x in results.items()}
-        return distributed.print0(json.dumps(finite))
-    if mistakes.confusion is not None:
-        images = samples.size(samples.dataset_of(mistakes.loader))
-        for line in per_class_lines(mistakes.confusion, mistakes.classes, images):
-            distributed.print0(line)
-        # which are in that table
-        found = {
+def evaluation_lines(
+    results: Mapping[str, float],
+    confusion: Tensor | None,
+    classes: Sequence[str],
+    count: int | None,
+) -> list[str]:
+    """Return a table of the classes, and below it the results that are not in it.
+
+    count: of the images that were evaluated, if that is known.
+    """
+    lines = []
+    if confusion is not None:
+        lines = per_class_lines(confusion, classes, count)
+        others = {
             name: value
             for name, value in results.items()
-            if not (name.startswith(MEASURES) and is_of_class(name, mistakes.classes))
+            if not (name.startswith(MEASURES) and is_of_class(name, classes))
         }
-        results = found or results
+        results = others or results
     width = max(map(len, results))
     for name, value in results.items():
-        distributed.print0(f"{name:{width}}  {as_digits(value)}")
+        lines.append(f"{name:{width}}  {as_digits(value)}")
+    return lines

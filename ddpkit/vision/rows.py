@@ -28,11 +28,6 @@ def only_numbers(row: Row) -> dict[str, float]:
     return {name: x for name, x in row.items() if isinstance(x, int | float)}
 
 
-def recorded_epochs(folder: Path) -> int:
-    path = folder / "metrics.csv"
-    return max(0, len(path.read_bytes().splitlines()) - 1) if path.is_file() else 0
-
-
 def recorded_rows(folder: Path, epochs: float = math.inf) -> list[Row]:
     """Return the rows of metrics.csv up to the epoch of that number, without empty cells.
 
@@ -43,11 +38,14 @@ def recorded_rows(folder: Path, epochs: float = math.inf) -> list[Row]:
     if not path.is_file():  # nor a pipe, which may not end
         return rows
     text = path.read_bytes().replace(b"\0", b"").decode("utf-8-sig", "surrogateescape")
-    for cells in csv.DictReader(io.StringIO(text, newline=""), restval=""):
-        row = {name: as_number(cell) for name, cell in cells.items() if name and cell}
-        number = row.get("epoch")
-        if isinstance(number, int) and number <= epochs:
-            rows.append(row)
+    with contextlib.suppress(csv.Error):
+        for cells in csv.DictReader(io.StringIO(text, newline=""), restval=""):
+            row = {
+                name: as_number(cell) for name, cell in cells.items() if name and cell
+            }
+            number = row.get("epoch")
+            if isinstance(number, int) and number <= epochs:
+                rows.append(row)
     return rows
 
 
@@ -63,9 +61,9 @@ def as_number(text: str) -> float | str:
 
 def best_row(rows: Sequence[Row], name: str, direction: object) -> Row | None:
     """Return the first row with the best `name`; None if none has it. direction: max or min."""
-    found = [row for row in rows if not math.isnan(number_in(row, name))]
+    known = [row for row in rows if not math.isnan(number_in(row, name))]
     sign = -1 if direction == "min" else 1
-    return max(found, key=lambda row: sign * number_in(row, name), default=None)
+    return max(known, key=lambda row: sign * number_in(row, name), default=None)
 
 
 def number_in(row: Row, name: str) -> float:
@@ -137,17 +135,18 @@ class EpochLines:
         """
         numbers = only_numbers(row)
         width = len(f"epoch {self.epochs}/{self.epochs}")
-        columns = [" " * width]
-        words = [f"epoch {row['epoch']}/{self.epochs}".ljust(width)]
-        for name in self.fitting(numbers, best, width):
-            title = clip(name).rjust(8)
-            columns.append(title)
-            words.append(as_digits(numbers[name]).rjust(len(title)))
-        header = GAP.join([*columns, "left".rjust(8)])
-        found = [header] if header != self.header else []
+        names = self.fitting(numbers, best, width)
+        titles = [clip(name).rjust(8) for name in [*names, "left"]]
+        cells = [as_digits(numbers[name]) for name in names]
+        header, line = table_lines(
+            [" " * width, *titles],
+            [[f"epoch {row['epoch']}/{self.epochs}", *cells, left]],
+        )
+        if is_best:
+            line += f"{GAP}best"
+        lines = [line] if header == self.header else [header, line]
         self.header = header
-        mark = f"{GAP}best" if is_best else ""
-        return [*found, GAP.join([*words, left.rjust(8)]) + mark]
+        return lines
 
     def fitting(self, names: Collection[str], best: str, width: int) -> list[str]:
         """Return the columns that fit: losses, `best`, others, and at last those of classes."""
@@ -158,10 +157,10 @@ class EpochLines:
         others = [name for name in shown if name not in of_class]
         others.sort(key=lambda name: (not name.endswith("loss"), name != best))
         room = WIDTH - width - len("  00:00:00  best")
-        found: list[str] = []
+        fitting: list[str] = []
         for group in [*([name] for name in others), of_class]:
             needed = sum(len(GAP) + max(8, len(clip(name))) for name in group)
             if needed <= room:
-                found += group
+                fitting += group
                 room -= needed
-        return found
+        return fitting

@@ -5,9 +5,8 @@ import functools
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,48 +17,56 @@ from ddpkit.ranks import devices, distributed
 from ddpkit.run.file_names import EVENTS, STEPS
 from ddpkit.vision.beside import Beside
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
 CLOSING_SECONDS = 2
 
 
-def open_writer(folder: Path, **options: int) -> "SummaryWriter":
-    from torch.utils.tensorboard import SummaryWriter  # takes seconds
-
-    files.make_folder(folder)
-    # Where it cannot write, its thread prints a traceback.
-    tempfile.TemporaryFile(dir=folder).close()
-    return SummaryWriter(str(folder), **options)
-
-
 class Board:
-    """A SummaryWriter for `folder`, which `make` opens at the first use; its errors are a line.
+    """TensorBoard's SummaryWriter for a folder, opened at its first use; its errors are a line.
 
-    Where it is not `active`, and in a forked child, it does nothing.
+    done: how many steps, or epochs, are done; what the folder has of later ones, of a run that was
+    killed, is dropped. Where it is not `active`, and in a forked child, it does nothing.
     """
 
-    def __init__(
-        self, folder: Path, make: Callable[[Path], object], active: bool
-    ) -> None:
-        self._failed = f"{folder} gets nothing for TensorBoard"
-        self._make = functools.partial(make, folder)
-        self._beside = Beside()
+    def __init__(self, folder: Path, done: int, active: bool) -> None:
+        self._folder = folder
+        self._first = done + 1
         self._process = os.getpid() if active else 0  # its thread is not in a fork
+        self._beside = Beside()
         self._writer: object = None
+        # TensorBoard reads one file after the other, and at a mark in one it drops what
+        # the files before have of later steps.
+        self.drops_later = any(folder.glob(EVENTS))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        failed = f"{self._folder} gets nothing for TensorBoard"
         is_own = os.getpid() == self._process
         if is_own and not self._writer and name not in ("flush", "close"):
-            self._writer = self._beside(self._failed, self._make)
+            self._writer = self._beside(failed, self._open)
         if not is_own or not self._writer:
             return lambda *args, **named: None
-        found = getattr(self._writer, name)
-        if callable(found):
-            return functools.partial(self._beside, self._failed, found)
-        return found
+        value = getattr(self._writer, name)
+        return (
+            functools.partial(self._beside, failed, value) if callable(value) else value
+        )
+
+    def _open(self) -> object:
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds
+
+        files.make_folder(self._folder)
+        # Where it cannot write, its thread prints a traceback.
+        tempfile.TemporaryFile(dir=self._folder).close()
+        writer = SummaryWriter(str(self._folder))
+        if self.drops_later:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+            mark = SessionLog(status=SessionLog.START)
+            # some readers take the first in a folder for the beginning of the run
+            for _ in range(2):
+                event = Event(step=self._first, session_log=mark)
+                vars(writer)["file_writer"].add_event(event)  # typed as None
+        return writer
 
 
 class Entry(NamedTuple):
@@ -102,41 +109,22 @@ class StepLog:
     ) -> None:
         self.device = devices.for_sums(device)
         self.every = every
-        self.first_step = first_step
         self.active = active and distributed.is_rank_zero()
         self.process = os.getpid()
         self.pending: list[Entry] = []
         # run.writer.add_scalar("mine", value, run.step + 1), on all ranks
-        self.writer = Board(folder / STEPS, self._open_board, self.active)
-        self.drops_later = any((folder / STEPS).glob(EVENTS))
-        self._clear()
-
-    def _open_board(self, folder: Path) -> "SummaryWriter":
-        began = time.monotonic()
-        writer: Any = open_writer(folder)
-        if self.drops_later:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-            mark = SessionLog(status=SessionLog.START)
-            # some readers take the first in a folder for the beginning of the run
-            for _ in range(2):
-                event = Event(step=self.first_step + 1, session_log=mark)
-                vars(writer)["file_writer"].add_event(event)  # typed as None
-        self.since += time.monotonic() - began
-        return writer
+        self.writer = Board(folder / STEPS, first_step, self.active)
+        self.bar: tqdm | None = None
+        self.images = 0  # of all ranks, since the last entry
+        self.since = time.monotonic()
 
     def begin_epoch(self, bar: tqdm | None = None) -> None:
         """Begin an epoch, or its rest. bar: what shows the numbers if there is a terminal."""
-        self._clear(bar)
-        # TensorBoard reads one file after the other, and at the mark in this one it
-        # drops what the files before have of later steps: it has to come before any
-        # that is opened from here on.
-        if self.drops_later:
+        # its mark has to come before any file that is opened from here on
+        if self.writer.drops_later:
             self.writer.get_logdir()  # which opens it
-
-    def _clear(self, bar: tqdm | None = None) -> None:
         self.bar = None if bar is None or bar.disable else bar
-        self.images = 0  # of all ranks, since the last entry
+        self.images = 0
         self.since = time.monotonic()
 
     def count_images(self, images: int) -> None:
@@ -163,12 +151,9 @@ class StepLog:
         """
         if not self.active:
             return
-        now = time.monotonic()
-        img_per_s = self.images / max(now - self.since, 1e-9)
-        self.images = 0
-        self.since = now
-        found = [loss] if grad_norm is None else [loss, grad_norm]
-        on_device = [each.detach().to(self.device, torch.float32) for each in found]
+        img_per_s = self.images / max(time.monotonic() - self.since, 1e-9)
+        scalars = [loss] if grad_norm is None else [loss, grad_norm]
+        on_device = [each.detach().to(self.device, torch.float32) for each in scalars]
         # on the CPU: the loss, and the norm of the gradient if that is known
         values = torch.stack(on_device).to("cpu", non_blocking=True)  # pinned memory
         event = None
@@ -176,7 +161,10 @@ class StepLog:
             event = torch.get_device_module(self.device).Event()
             event.record()
         self.pending.append(Entry(step, at, lr, img_per_s, values, event))
+        self.writer.get_logdir()  # opening it takes seconds, which are not the next entry's
         self._write_arrived()
+        self.images = 0
+        self.since = time.monotonic()
 
     def flush(self) -> None:
         """Write what is pending, and have the disk get it; waits for the device."""

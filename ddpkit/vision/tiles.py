@@ -25,13 +25,11 @@ def sliding_window(predict: Predict, images: Tensor, tile: int, step: int) -> Te
     """
     if not is_tiled(images, tile, step):
         return to_logits(predict(images))
-    found = []
+    wholes = []
     for image in images:
-        parts = [
-            logits for _, logits in sliding_window_rows(predict, image, tile, step)
-        ]
-        found.append(torch.cat(parts, dim=1))
-    return torch.stack(found)
+        bands = sliding_window_rows(predict, image, tile, step)
+        wholes.append(torch.cat([logits for _, logits in bands], dim=1))
+    return torch.stack(wholes)
 
 
 def sliding_window_rows(
@@ -51,8 +49,8 @@ def sliding_window_rows(
         return
     for top, above, below in arrange(height, tile, step):
         for left, begin, end in arrange(width, tile, step):
-            part = image[None, :, top : top + tile, left : left + tile]
-            logits = to_logits(predict(part))[0]
+            window = image[None, :, top : top + tile, left : left + tile]
+            logits = to_logits(predict(window))[0]
             # One tensor for the band, as soon as the number of classes is known: a list
             # of parts, joined in the end, would need twice the memory.
             if left == 0:

@@ -142,22 +142,24 @@ def test_no_step_and_no_batch_waits_for_the_gpu(project, few, tmp_path):
 def test_checkpoints_and_peaks_of_a_gpu(project, few, tmp_path):
     """Rank 0 copies each tensor once for both files; any machine can load them."""
     saves = []
-    to_host = states.to_host
+    take_states = states.take_states
 
-    def counted(state: dict) -> dict:
-        before = counts()
-        copied = to_host(state)
-        leaves = torch.utils._pytree.tree_leaves(state)
+    def counted(parts: dict) -> dict:
+        whole = [part.state_dict() for part in parts.values()]
+        leaves = torch.utils._pytree.tree_leaves(whole)
         there = {leaf.data_ptr() for leaf in leaves if getattr(leaf, "is_cuda", False)}
+        before = counts()
+        copied = take_states(parts)
         saves.append((counts() - before, len(there)))
         return copied
 
-    states.to_host = counted
+    states.take_states = counted
     after_step(1, lambda: torch.empty(2**24, dtype=torch.uint8, device="cuda"))()
     train_here(project.flags(few, tmp_path, "--epochs", 2))
     if ddpkit.rank():
         return
-    assert len(saves) == 4  # before and after each evaluation
+    # before and after each evaluation, and in the second step, to try
+    assert len(saves) == 5
     for asked, tensors in saves:
         assert asked.pop("d2h") == tensors > 400
         assert asked.keys() <= {"stream_waits", "device_waits"}

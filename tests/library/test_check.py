@@ -2,15 +2,15 @@
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from generated import Done, Project, both_tasks
 from PIL import Image
 
+from ddpkit.data.format import DEFAULT_FORMAT
 from ddpkit.vision import folders
-from ddpkit.vision.tools.check import write_lists
+from ddpkit.vision.tools.check import Survey, sort_out_broken
 
 RIGHT = 6  # an orientation in EXIF
 
@@ -104,7 +104,7 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     )
     assert "train     13 images; " in done.out
     assert "test      3 images; " in done.out
-    assert "share of the images, in train, in val and in test\n" in done.out
+    assert "share of the images, in train, val, test\n" in done.out
     assert done.out.splitlines()[-1] == "11 errors, 2 warnings"
 
 
@@ -188,6 +188,19 @@ def test_names_that_never_match(project: Project, tmp_path: Path) -> None:
         assert f"masks/{number}1.png: no image of that name in " in done.out
 
 
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_values_of_validation_alone(project: Project, tmp_path: Path) -> None:
+    """Without classes.txt the training masks say how many classes there are."""
+    data = tmp_path / "set"
+    painter = Painter(data)
+    for part, top in ("train", 2), ("val", 4):
+        for number in range(4):
+            painter.image(f"{part}/images/{number}.png")
+            painter.mask(f"{part}/masks/{number}.png", top=top)
+    words = "validation masks have 2, 3, no training mask has"
+    holds(check(project, data), data, (f"error: {data}: ", words))
+
+
 @both_tasks
 def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) -> None:
     """--skip-broken writes lists without them: the same set for training, in the same order."""
@@ -233,9 +246,10 @@ def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) ->
 def test_what_no_list_can_say(tmp_path: Path) -> None:
     """It is refused, and nothing is written: the set would be another one."""
 
-    def refused(*words: str, found: tuple[str, ...] = ()) -> None:
-        survey = SimpleNamespace(parts=("train", "val"), broken=broken, errors=[])
-        assert not write_lists(tmp_path, False, survey, found)
+    def refused(*words: str) -> None:
+        survey = Survey(tmp_path, has_masks=False)
+        survey.read_all(DEFAULT_FORMAT, workers=0)
+        sort_out_broken(survey, skip=True)
         assert all(word in survey.errors[0] for word in words)
         assert not (tmp_path / "train.csv").exists()
 
@@ -243,19 +257,27 @@ def test_what_no_list_can_say(tmp_path: Path) -> None:
     for name in "cat/1", "cat/2", "dog/1":
         painter.image(f"train/{name}.png")
     painter.image("val/cat/3.png")
-    broken = {str(tmp_path / "train/cat/1.png"): "why"}
-    refused("first", found=(f"{tmp_path / 'train/eel'}: no images in it",))
+    cut = tmp_path / "train/cat/1.png"
+    whole = cut.read_bytes()
+    cut.write_bytes(b"text")
+    (tmp_path / "train/eel").mkdir()
+    refused("first")
+    (tmp_path / "train/eel").rmdir()
     for other in "val.csv", "training.csv":
         (tmp_path / other).touch()
         refused(other, "rename")
         (tmp_path / other).unlink()
     for other in "cat;dog", " cat":
-        moved = (tmp_path / "train/cat").rename(tmp_path / "train" / other)
+        for part in "train", "val":
+            (tmp_path / part / "cat").rename(tmp_path / part / other)
         refused(other, "rename")
-        moved.rename(tmp_path / "train/cat")
-    broken = {str(tmp_path / "train/dog/1.png"): "why"}
+        for part in "train", "val":
+            (tmp_path / part / other).rename(tmp_path / part / "cat")
+    cut.write_bytes(whole)
+    (tmp_path / "train/dog/1.png").write_bytes(b"text")
     refused("class dog")
-    broken = {str(tmp_path / "val/cat/3.png"): "why"}
+    painter.image("train/dog/1.png")
+    (tmp_path / "val/cat/3.png").write_bytes(b"text")
     refused("all images of val")
 
 
@@ -264,7 +286,7 @@ class TestThePicture:
 
     @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
     def test_of_masks(self, project: Project, tmp_path: Path) -> None:
-        """Outlines in the user's colours, of the image and of what dataset.py makes of it."""
+        """Tinted in the user's colours, the image and what dataset.py makes of it."""
         painter = Painter(tmp_path / "set")
         for number in range(8):
             mask = np.zeros((64, 64), np.uint8)
@@ -283,9 +305,10 @@ class TestThePicture:
         assert done.status == 1
         assert "set.png: 6 training images" in done.out
         drawn = np.asarray(Image.open(tmp_path / "set.png").convert("RGB")).astype(int)
-        is_line = np.abs(drawn - [3, 250, 7]).max(2) < 40
-        # of the images, and in the legend; not the inner part of a hole
-        assert 0.005 < is_line.mean() < 0.1
+        colors = np.array([3, 250, 7])
+        is_tinted = np.abs(drawn - (0.6 * 90 + 0.4 * colors)).max(2) < 20
+        assert 0.05 < is_tinted.mean() < 0.2
+        assert (np.abs(drawn - colors).max(2) < 20).any()  # in the legend
         void = "of the pixels that training sees are void and"
         assert void not in done.out
         large = ["--image-size", 256]

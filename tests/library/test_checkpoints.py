@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+import ddpkit
 from ddpkit import files
 from ddpkit.data.format import MEAN, STD, Format
 from ddpkit.errors import DiskError, UserError
@@ -105,6 +107,33 @@ def test_disks_of_their_own(tmp_path: Path) -> None:
             assert found["epoch"] == 2
 
         find()
+
+
+@on_ranks(2, group=False)
+def test_a_save_that_takes_longer_than_collectives(tmp_path: Path) -> None:
+    """The other ranks wait for it, whatever their time-out."""
+    distributed.setup(timeout=2)
+    write = checkpoint.write_file
+
+    def write_slowly(path: Path, state: dict) -> None:
+        time.sleep(3)
+        write(path, state)
+
+    checkpoint.write_file = write_slowly
+    save(tmp_path, 1, is_best=True)
+    assert distributed.reduce_tensor(torch.ones(1)) == 2
+    assert {"best.pt", "last.pt"} <= set(contents(tmp_path))
+
+
+@on_ranks(1)
+def test_a_best_of_before(tmp_path: Path) -> None:
+    """It is not of a run that starts from scratch, by either door, and is kept."""
+    save(tmp_path, 1, is_best=True)
+    (tmp_path / "last.pt").unlink()
+    folder = RunFolder(tmp_path)
+    assert folder.find_checkpoint() is None
+    folder.open_for_training([])
+    assert set(contents(tmp_path)) == {".lock", "best-1.pt"}
 
 
 def test_killed_within_a_save(tmp_path: Path) -> None:
@@ -192,10 +221,11 @@ def test_the_one_before(tmp_path: Path) -> None:
 
     for spoil in turn, Path.mkdir, os.mkfifo:
         folder = tmp_path / spoil.__name__
+        with ddpkit.rank_zero_first():
+            folder.mkdir(exist_ok=True)
+        save(folder, 1)
+        save(folder, 2)
         if distributed.is_rank_zero():
-            folder.mkdir()
-            save(folder, 1)
-            save(folder, 2)
             written = (folder / "last.pt").read_bytes()
             (folder / "last.pt").unlink()
             spoil(folder / "last.pt")
@@ -243,7 +273,7 @@ def test_what_is_no_damage(
     kind = UserError if isinstance(error, PermissionError) else DiskError
     for read in (
         RunFolder(tmp_path)._search,
-        lambda: RunFolder(tmp_path).best_score("", 9),
+        lambda: RunFolder(tmp_path).best_score(""),
     ):
         with pytest.raises(kind, match=str(tmp_path)) as caught:
             read()
@@ -263,7 +293,7 @@ def test_damage_of_other_kinds(tmp_path: Path) -> None:
             path = folder / name
             path.write_bytes(spoil(path.read_bytes()))
         assert RunFolder(folder)._search()["epoch"] == 1
-        RunFolder(folder).best_score("", 9)
+        RunFolder(folder).best_score("")
         assert {"last.pt.corrupt", "best.pt.corrupt"} < set(contents(folder))
     content = legacy(b"", cut=0)
     path = tmp_path / "file.pt"
@@ -310,13 +340,19 @@ def legacy(_: bytes, cut: int = 60) -> bytes:
 def test_what_no_run_writes(entries: dict, tmp_path: Path) -> None:
     torch.save(whole(**entries), tmp_path / "last.pt")
     (name,) = entries
-    with refusal("checkpoint.read", tmp_path / "last.pt", name):
+    code = "checkpoint.read" if name == "format" else "checkpoint.check_entries"
+    with refusal(code, tmp_path / "last.pt", name):
         RunFolder(tmp_path)._search()
 
 
 def states_of(parts: dict) -> dict:
     """What a checkpoint holds of `parts`."""
     return states.take_states(parts) | {"kinds": states.kinds(parts), "path": "last.pt"}
+
+
+def load(state: dict, parts: dict) -> None:
+    """As a run does, at its first step, whose flags are those of then."""
+    states.load_states(state, parts, state, "undo that", 1)
 
 
 @on_ranks(1)
@@ -335,7 +371,7 @@ def test_states_that_do_not_fit() -> None:
     net(torch.ones(3)).sum().backward()
     optimizer.step()
     state = states_of(parts)
-    states.load_states(copy.deepcopy(state), parts, 1)
+    load(copy.deepcopy(state), parts)
     good = copy.deepcopy(optimizer.state_dict())
     weight = "optimizer", "state", "weight"
     group = "optimizer", "param_groups", 0
@@ -363,7 +399,7 @@ def test_states_that_do_not_fit() -> None:
         part[key] = value
         line = f"last.pt does not fit the {where[0]}"
         with refusal("states.fitting", line, key):
-            states.load_states(hostile, parts, 1)
+            load(hostile, parts)
         assert str(optimizer.state_dict()) == str(good)
 
 
@@ -398,7 +434,7 @@ def test_schedulers_of_torch(tmp_path: Path, schedule: Callable) -> None:
     second = build()
     step(first)
     torch.save(states_of(first), tmp_path / "file.pt")
-    states.load_states(checkpoint.read_file(tmp_path / "file.pt"), second, 1)
+    load(checkpoint.read_file(tmp_path / "file.pt"), second)
     assert [step(first) for _ in range(6)] == [step(second) for _ in range(6)]
 
 
@@ -415,7 +451,7 @@ def test_a_state_that_is_missing() -> None:
     del state["optimizer"]["state"]["bias"]
     said: list[str] = []
     distributed.print0 = said.append
-    states.load_states(state, parts, 1)
+    load(state, parts)
     assert len(said) == 1
     assert "no state of bias" in said[0]
 
@@ -428,7 +464,7 @@ def test_weights_that_would_be_cut(tmp_path: Path) -> None:
         torch.full((2, 2), math.nan),
     ):
         state = {"path": "last.pt", "model": net.state_dict() | {"weight": value}}
-        with refusal("checkpoint.load_weights", "last.pt", "weight"):
+        with refusal("states.fitting", "last.pt", "weight"):
             checkpoint.load_weights(net, state)
     torch.save({"weight": torch.ones(2, 2, dtype=torch.int32)}, tmp_path / "file.pt")
     with refusal("pretrained.copy_matching", "begins with weight"):
@@ -439,14 +475,14 @@ def test_a_checkpoint_of_version_1() -> None:
     """Of one of torchvision's networks for segmentation, which was wrapped."""
     net = nn.Linear(2, 2)
     state = {"path": "last.pt", "model": nn.ModuleDict({"net": net}).state_dict()}
-    with refusal("checkpoint.load_weights", "last.pt", "class Logits"):
+    with refusal("states.fitting", "last.pt", "class Logits"):
         checkpoint.load_weights(net, state)
 
 
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     for content, code, word in [
-        ({"weights": 1}, "checkpoint.read", "args"),
+        ({"weights": 1}, "checkpoint.check_entries", "args"),
         ([1], "checkpoint.read_file", "list"),
         ({"path": Path()}, "checkpoint.unreadable", "plain types"),
     ]:
@@ -491,7 +527,7 @@ def test_flags_that_have_changed(tmp_path: Path, monkeypatch) -> None:
 def test_what_is_cut_ends_with_a_word(tmp_path: Path) -> None:
     net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(99)])
     state = {"path": str(tmp_path / "last.pt"), "model": {}}
-    with refusal("checkpoint.load_weights", '"7.weight", ...)'):
+    with refusal("states.fitting", '"7.weight", ...)'):
         checkpoint.load_weights(net, state)
 
     def fail() -> None:

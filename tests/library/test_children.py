@@ -156,7 +156,7 @@ def test_a_foreign_worker_that_hangs(tmp_path, end):
         loader = DataLoader(Hanging("ab"), num_workers=1)
         with failures.one_line_errors():
             if end == "exit":
-                watch.thread.add_duty(lambda _: path.exists() and process.exit_now(9))
+                watch.thread.add_duty(lambda: path.exists() and process.exit_now(9))
             next(loading.started(loader))
 
     pid = fork(act, tmp_path / "said")

@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from ddpkit.convert import command as convert
 from ddpkit.convert import formats, result, shapes
 from ddpkit.convert.tree import ENDINGS
 from ddpkit.errors import UserError
+from ddpkit.vision import folders
 from ddpkit.vision.masks import read_classes, read_mask
 
 HEIGHT = 12
@@ -1090,3 +1092,26 @@ def test_the_command(project: Project, tmp_path: Path) -> None:
     project.run(*words, script="ddpkit convert", on=1).refused("convert.main", out)
     listed = project.run("--help", script="ddpkit convert", on=1).ok().out
     assert all(name in listed for name in formats.FORMATS)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_training_says_what_to_type(name: str, tmp_path: Path) -> None:
+    """It reads a set, or refuses it with the command that makes one of it that it reads."""
+    source = tmp_path / "a set"
+    source.mkdir()
+    SETS[name][0](source)
+    try:
+        folders.find_mask_pairs(source)
+    except UserError as error:
+        if "too few to split" in error.line:  # by now they are read
+            return
+        # COCO's train2017 has no masks: to rename it would not help
+        assert "named as parts" not in error.line
+        typed = shlex.split(error.line)
+        start = typed.index("convert")
+        assert typed[start - 3 : start] == ["python", "-m", "ddpkit"]
+        convert.main(typed[start + 1 : start + 3])
+        found = folders.read_parts(
+            tmp_path / "a set-converted", True, ["train", "val"], folders.raise_it
+        )
+        assert found["train"]

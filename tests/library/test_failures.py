@@ -21,10 +21,14 @@ from ddpkit.vision import reporting
 
 LATE = """
 import time
+import torch
 import ddpkit
 from ddpkit.ranks import distributed
 with ddpkit.explaining():
-    distributed.setup(timeout=3)
+    here = distributed.rendezvous(timeout=3)
+    torch.distributed.init_process_group(
+        here.backend, None, here.timeout, here.world_size, here.rank, here.store
+    )
     if ddpkit.rank() == 0:
         distributed.barrier()
     time.sleep(60)
@@ -225,5 +229,5 @@ def test_where_a_rank_has_timed_out(tmp_path):
     pids = start(2, str(script), [], output, tmp_path, patch)
     assert wait(pids) == [1, 1]
     err = said(output)[1]
-    assert "rank 0, at late.py:8: " in err
-    assert "rank 1, at late.py:9" in err
+    assert "rank 0, at late.py:12: " in err
+    assert "rank 1, at late.py:13" in err

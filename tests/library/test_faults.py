@@ -102,7 +102,7 @@ def test_what_is_not_saved(project, data, trained, tmp_path, patch, code, text):
     ("rank", "act", "state", "hint"),
     [
         (0, distributed.barrier, r"in collective \d+, barrier", explaining.NOT_ALL),
-        (1, hang, r"after collective \d+, all_reduce \(", explaining.LATE),
+        (1, hang, r"after collective \d+, all_gather \(", explaining.LATE),
     ],
 )
 def test_ranks_that_wait(project, data, tmp_path, rank, act, state, hint):
@@ -112,7 +112,7 @@ def test_ranks_that_wait(project, data, tmp_path, rank, act, state, hint):
 
     def patch() -> None:
         process.project = lambda: project.folder
-        after_step(2, act, rank)()
+        after_step(3, act, rank)()
 
     done = project.train(data, tmp_path, "--dist-timeout", 3, on=3, patch=patch)
     assert 0 not in done.statuses
@@ -121,9 +121,9 @@ def test_ranks_that_wait(project, data, tmp_path, rank, act, state, hint):
     err = done.err
     others = ", ".join(str(each) for each in range(3) if each != rank)
     assert err.count("no progress for 1.5 s:\n") == 1
-    at = rf"^rank {rank}, epoch 1, step 2, at main.py:{line}: {state}"
+    at = rf"^rank {rank}, epoch 1, step 3, at main.py:{line}: {state}"
     assert re.search(at, err, re.M), err
-    at = rf"^ranks {others}, epoch 1, step [23], at (?:main|ddp).py:\d+: in collective "
+    at = rf"^ranks {others}, epoch 1, step [34], at (?:main|ddp).py:\d+: in collective "
     at += r"\d+, all_reduce \("
     stacks = err[re.search(at, err, re.M).end() :].split("\nrank ")[0]
     assert "in train_one_epoch" in stacks

@@ -279,7 +279,7 @@ def test_groups_of_an_optimizer():
     named = state["optimizer"]["param_groups"][0]["params"]
     assert named == ["weight", "bias", "2 (1, 3)"]  # the last is none of the model's
     after = made([net.bias, net.weight, other.weight])
-    states.load_states(state, after, 1)
+    states.load_states(state, after, state, "undo that", 1)
     for weight in net.parameters():
         moment = before["optimizer"].state[weight]["momentum_buffer"]
         loaded = after["optimizer"].state[weight]["momentum_buffer"]
@@ -307,7 +307,7 @@ def test_another_memory_format():
         moments["step"] = torch.tensor(3.0)
         state["optimizer"]["state"] = {"0 (4, 3, 3, 3)": moments}
         state["kinds"] = states.kinds(parts)
-        states.load_states(state, parts, 3)
+        states.load_states(state, parts, state, "undo that", 3)
         w.grad = grad.contiguous(memory_format=last)
         optimizer.step()
         ends.append(w.detach())

@@ -302,7 +302,7 @@ def touch_pairs(folder: Path, image: str, mask: str, numbers: Sequence[int]) -> 
         ("{}_sat.jpg", "{}_seg.png", "images are named NAME_sat and masks are named "),
         ("{}_training.tif", "{}_manual1.gif", "masks are named NAME_manual1"),
         ("img_{}.jpg", "gt_{}.png", "masks are named gt_NAME"),
-        ("{}.jpg", "{}.jpg.png", "such as NAME.jpg.png"),
+        ("{}.jpg", "{}.jpg.png", "masks are named NAME.jpg"),
         ("IMG_{}.JPG", "img_{}.png", "small and capital letters"),
         ("a/x{}.jpg", "a/X{}_P.png", "masks are named NAME_p and small and capital"),
     ],
@@ -349,6 +349,9 @@ def test_names_that_are_not_paired(tmp_path: Path) -> None:
         with refusal("folders.match_pairs", "1.jpg", "names may differ by one ending"):
             folders.match_pairs(place)
     place = touch_pairs(tmp_path / "mixed", "a{}.jpg", "a{}.png", range(5))
+    alone = touch_pairs(tmp_path / "alone", "a{}_mask.png", "b{}.png", range(2))
+    with refusal("folders.match_pairs", "a0_mask.png", "no image of that name"):
+        folders.match_pairs(Place(alone.images))
     (place.masks / "a3.png").rename(place.masks / "a3_mask.png")
     with refusal("folders.match_pairs", "a3.jpg", "a3_mask.png"):
         folders.match_pairs(place)
@@ -406,7 +409,7 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     """Two folders that may be meant are refused, and so is a set for the other task."""
     data = drawn("masks")
     shutil.copytree(data / "train/masks", data / "train/1st_manual")
-    with refusal("places.choose_folder", "1st_manual and masks"):
+    with refusal("places.choose_folder", "train/1st_manual and train/masks"):
         find("masks", data)
     shutil.rmtree(data / "train/1st_manual")
     with refusal("places.refuse_unknown", "for a segmentation project"):
@@ -446,8 +449,12 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     place = touch_pairs(data / "loose", "test/{}.jpg", "test/{}.png", range(3))
     with refusal("folders.refuse_splits", "all would be trained on"):
         folders.match_pairs(place)
+    shutil.copytree(data / "yolo/images/train", data / "yolo/images/val")
+    with refusal("places.find_masks_of", "images/val", "no folder of its masks"):
+        find("masks", data / "yolo")
+    shutil.rmtree(data / "yolo/images/val")
     (data / "yolo/images/loose.jpg").touch()
-    with refusal("places.places_in_kinds", "loose.jpg"):
+    with refusal("places.find_masks_of", "loose.jpg"):
         find("masks", data / "yolo")
 
 

@@ -14,16 +14,19 @@ from dap import configuration
 from generated import ROOT, Command, Ranks, after_step, rows, run, wait_for
 from launcher import Launch
 from ports import free_port
-from ranks import Patch, draw_nothing, on_ranks
+from ranks import Patch, draw_nothing, on_ranks, setup
 
 from ddpkit.ranks import distributed
 
 MEETING = """
-import pathlib, time
+import pathlib, time, torch
 from ddpkit.ranks import distributed, failures, handlers, process
 handlers.install_handlers()
 with failures.one_line_errors():
-    distributed.setup()
+    here = distributed.rendezvous()
+    torch.distributed.init_process_group(
+        here.backend, None, here.timeout, here.world_size, here.rank, here.store
+    )
     distributed.barrier()
     pathlib.Path(__file__).with_name("met").touch()
     time.sleep(600)
@@ -48,7 +51,7 @@ def listening(pids: set[int]) -> set[str]:
 def test_a_host_name_of_another_address():
     """On one node loopback alone, also where the host's name means another address."""
     os.environ["MASTER_ADDR"] = socket.gethostname()
-    distributed.setup(timeout=60)
+    setup(timeout=60)
     assert listening({os.getpid()}) == {"0100007F"}
 
 
@@ -241,3 +244,6 @@ def test_a_module(tmp_path):
     command = [sys.executable, "-m", "ddpkit", "launch", "-m", "trainer", "--lr", 1]
     done = run(command, cwd=tmp_path, NPROC="2", PYTHONPATH=str(ROOT)).ok()
     assert done.out == "starting 2 rank(s) ...\n" + "['--lr', '1']\n" * 2
+    command = [sys.executable, "-m", "ddpkit", "launch", "none.py"]
+    done = run(command, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done.refused("launch.main", "launch none.py: no such script")

@@ -17,7 +17,7 @@ from generated import refusal, wait_for
 import ddpkit
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, protocol
-from ddpkit.run import unsaved
+from ddpkit.run import first_steps, unsaved
 
 SCRIPT = """
 import os, random, signal, sys, time
@@ -318,7 +318,7 @@ def test_parts_that_were_forgotten(capsys: pytest.CaptureFixture) -> None:
 
     def forgotten(stepped: list, **parts: object) -> list[str]:
         watch = unsaved.Unsaved("Run", parts, stepped)
-        watch.begin()
+        watch.note_networks()
         watch.say_networks()
         watch.say_optimizers()
         out = capsys.readouterr().out
@@ -334,7 +334,7 @@ def test_parts_that_were_forgotten(capsys: pytest.CaptureFixture) -> None:
     assert forgotten(stepped, net=net, optimizer=optimizer, half=halves[0]) == left
     left = ["AveragedModel", "ConstantLR", "SGD", "SequentialLR"]
     assert forgotten(stepped, net=net, half=halves[0]) == left
-    assert forgotten([], net=net, scheduler=chain) == []  # of no step
+    assert forgotten([], net=net, scheduler=chain) == ["AveragedModel"]
 
 
 class Sharp(torch.optim.Optimizer):
@@ -388,6 +388,20 @@ def test_an_optimizer_within_another(tmp_path: Path) -> None:
     assert samples.checksum(resumed) == samples.checksum(whole)
 
 
+def test_a_step_of_an_optimizer_within_another(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """It is one of the other: no line says that there was none."""
+    net = torch.nn.Linear(2, 1)
+    optimizer = Sharp(net.parameters(), torch.optim.SGD, lr=0.1)
+    for stepped in [], [optimizer.base_optimizer]:
+        parts = {"model": net, "optimizer": optimizer}
+        watch = first_steps.FirstSteps(parts, optimizer, None, 1, stepped)
+        watch.judge_step(0.0, 1)
+        line = "run.end_step without a step of the optimizer"
+        assert (line in capsys.readouterr().out) != bool(stepped)
+
+
 class Frozen(torch.nn.Sequential):
     """A pretrained network that training asks and does not change."""
 
@@ -433,9 +447,12 @@ def test_a_teacher_made_by_hand(
     assert out.count("warning") == (not is_given)
 
 
-class Unsavable(Placed):
+class Unsavable:
     def state_dict(self) -> dict[str, object]:
         return {"at": self}
+
+    def load_state_dict(self, saved: dict) -> None:
+        pass
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
@@ -446,26 +463,24 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
             assert step < 2
 
 
-def test_a_step_before_an_epoch_that_is_resumed(
+def test_a_change_before_the_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """What precedes the steps is in the checkpoint already: a line says so, as `Run` does."""
-    for is_killed in True, False:
+    """A run that is resumed in that epoch would do it once more: a line says so, at once."""
+    line = "warning: a scheduler or another part was changed before checkpoints.steps()"
+    for is_top in True, False:
         net = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        optimizer.step()
         checkpoints = ddpkit.Checkpoints(
-            tmp_path, save_every=2, net=net, optimizer=optimizer, scheduler=scheduler
+            tmp_path / str(is_top), net=net, optimizer=optimizer, scheduler=scheduler
         )
-        for _ in checkpoints.epochs(1):
-            net(torch.ones(2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for epoch in checkpoints.epochs(3):
+            if is_top:
+                scheduler.step()
+            for step in checkpoints.steps(range(2)):
+                assert (line in capsys.readouterr().out) == (
+                    is_top and epoch + step == 0
+                )
             scheduler.step()
-            for step in checkpoints.steps(range(5)):
-                if is_killed and step == 3:
-                    break
-            if is_killed:
-                break
-        out = capsys.readouterr().out
-        assert ("changed before checkpoints.steps()" in out) != is_killed

@@ -268,8 +268,6 @@ def test_the_mode_of_a_network(tmp_path: Path) -> None:
         drawn.append(target)
 
     shown = mistakes.Mistakes(
-        confusion=None,
-        worst=[],
         model=net,
         loader=val,
         classes=CLASSES,

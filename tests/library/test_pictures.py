@@ -243,7 +243,7 @@ def predict(project: Project, inputs: Path, checkpoint: Path, out: Path) -> Path
 def test_predicted_masks(
     project: Project, data: Path, trained: Path, tmp_path: Path
 ) -> None:
-    """In the checkpoint's colours, also as a tint and, at their edges, as they are."""
+    """In the checkpoint's colours, also as a tint of the image."""
     state = torch.load(trained / "best.pt", weights_only=True)
     state["colors"] = [[10, 20, 30], [200, 100, 0]]
     torch.save(state, tmp_path / "colored.pt")
@@ -254,20 +254,9 @@ def test_predicted_masks(
     assert mask.getpalette()[:6] == [10, 20, 30, 200, 100, 0]
     given = np.asarray(Image.open(data / "val" / "images" / f"{path.stem}.jpg"))
     drawn = np.asarray(Image.open(out / "overlays" / path.name))
-    numbers = np.pad(np.array(mask), 1, mode="edge")
-    is_zero = numbers[1:-1, 1:-1] == 0
-    is_inner = is_zero.copy()
-    for part in (
-        numbers[2:, 1:-1],
-        numbers[:-2, 1:-1],
-        numbers[1:-1, 2:],
-        numbers[1:-1, :-2],
-    ):
-        is_inner &= part == 0
-    assert np.abs(drawn - (0.6 * given + [4, 8, 12]))[is_inner].max() <= 3
-    is_edge = is_zero & ~is_inner
-    assert is_edge.any()
-    assert (drawn[is_edge] == [10, 20, 30]).all()
+    is_zero = np.array(mask) == 0
+    assert is_zero.any()
+    assert np.abs(drawn - (0.6 * given + [4, 8, 12]))[is_zero].max() <= 3
 
 
 def test_scores_of_all_classes(

@@ -164,8 +164,8 @@ def test_files_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def predict(_: Any, images: torch.Tensor) -> torch.Tensor:
         return torch.eye(2)[[1]].repeat(len(images), 1)
 
-    found = Mistakes(None, worst, model, loader, classes, predict, draw)
-    found.write_files(tmp_path)
+    found = Mistakes(model, loader, classes, predict, draw)
+    found.write_files(tmp_path, None, worst)
     with open(tmp_path / "worst.csv", newline="", errors="surrogateescape") as file:
         table = list(csv.DictReader(file))
     assert [row["path"] for row in table] == [str(paths[index]) for _, index in worst]
@@ -188,7 +188,7 @@ def test_files_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_wrong_in_a_mask() -> None:
-    """Right, missed, false and of another class, in their colours; void and padding are not."""
+    """Wrong pixels are marked; void and padding are not. The tints are those of the classes."""
     truth = torch.tensor([[1, 1, 1, 0, 0, 2, 255, 255]], dtype=torch.uint8)
     guess = torch.tensor([[1, 0, 2, 1, 0, 2, 1, 0]], dtype=torch.uint8)
     image = torch.full((3, 1, 8), 90, dtype=torch.uint8)
@@ -200,19 +200,23 @@ def test_what_is_wrong_in_a_mask() -> None:
     classes = ["ground", "a", "b"]
     pictures.draw_masks(axes, image, guess, truth, classes)
     drawn = np.asarray(axes.images[0].get_array())
-    side = drawn.shape[0]
-    panel = drawn[side // 2, -7 * side // 8 :]  # without the gap
-    seen = [tuple(panel[len(panel) * (2 * i + 1) // 14]) for i in range(7)]
-    right, missed, false, other = pictures.ERRORS.values()
-    plain = seen[4]
-    assert seen == [right, missed, other, false, plain, right, plain]
-    assert len({*plain}) == 1  # grey
+    assert drawn.shape == (8, 4 * 7 + 3 * 4, 3)  # with gaps
+    plain, predicted, true, errors = (drawn[4, 11 * i :][:7] for i in range(4))
+    assert (plain == 90).all()
+    colors = pictures.colors_of(classes, 256)
+    for panel, mask in (predicted, guess), (true, truth):
+        for pixel, number in zip(panel, mask[0].tolist(), strict=False):
+            color = colors[number] if number else np.full(3, 90)
+            assert np.abs(pixel - (0.6 * 90 + 0.4 * color)).max() <= 1
+    is_wrong = (errors == pictures.WRONG).all(1)
+    assert is_wrong.tolist() == [False, True, True, True, False, False, False]
+    assert len({*errors[~is_wrong].flatten().tolist()}) == 1  # pale
     # of 0: 1 of 3, of 1: 1 of 4, of 2: 1 of 2
     assert axes.get_title() == "mean IoU 0.36"
     pictures.draw_legend(figure, classes, {0, 1, 2, 255})
     (legend,) = figure.legends
     said = [text.get_text().strip() for text in legend.get_texts()]
-    assert said == ["a", "b", "void", *pictures.ERRORS]
+    assert said == ["a", "b", "void"]
     pictures.draw_masks(axes, image, guess, torch.full_like(truth, 255), classes)
     assert axes.get_title() == "mean IoU nan"
 
@@ -235,13 +239,12 @@ def test_tables_of_classes() -> None:
     assert len(lines) == 4
 
 
-def test_what_a_table_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_table_lacks() -> None:
     """An evaluation's loss, and an own metric of each class, are printed below the table."""
     names = ["ground", "loss"]
-    found = Mistakes(torch.eye(2).long() * 9, [], Any, None, names, Any, None)
     results = {"val_loss": 0.5, "miou": 1.0, "iou_loss": 1.0, "dice_loss": 0.25}
-    reporting.print_evaluation(found, results, as_json=False)
-    lines = capsys.readouterr().out.splitlines()
+    matrix = torch.eye(2).long() * 9
+    lines = reporting.evaluation_lines(results, matrix, names, None)
     assert [line.split()[0] for line in lines[4:]] == ["val_loss", "miou", "dice_loss"]
 
 

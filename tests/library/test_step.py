@@ -65,7 +65,9 @@ def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -
 
 
 @on_ranks(1, group=False)
-def test_the_projects_own_test_of_a_step(project: Project, few: Path) -> None:
+def test_the_projects_own_test_of_a_step(
+    project: Project, few: Path, tmp_path: Path
+) -> None:
     """It finds what would make the device wait, and names the line; now and then is allowed."""
     sys.path.insert(0, "tests")
     import test_project
@@ -74,60 +76,65 @@ def test_the_projects_own_test_of_a_step(project: Project, few: Path) -> None:
 
     code = main.train_one_epoch.__code__
     source = "\n" * (code.co_firstlineno - 1) + inspect.getsource(main.train_one_epoch)
-
     line = "step_loss += loss.detach()"
-    with pytest.MonkeyPatch.context() as patch:
-        for reads in "run.step % 5 == 0 and loss.item()", "print(f'{loss:.3f}')":
-            planted = source.replace(line, f"{reads}; {line}")
-            exec(compile(planted, code.co_filename, "exec"), vars(main))
-            if "5" in reads:
-                test_project.test_a_step_reads_nothing_off_the_device(few, patch)
+
+    def check(planted: str) -> None:
+        changed = source.replace(line, f"{planted}; {line}")
+        exec(compile(changed, code.co_filename, "exec"), vars(main))
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        with pytest.MonkeyPatch.context() as patch:
+            test_project.test_a_step_reads_nothing_off_the_device(few, folder, patch)
+
+    now_and_then = "run.step % 5 == 0 and loss.item()"
+    check(
+        f"{now_and_then}; run.is_logged and print(loss); run.writer.add_scalar('a', 1.0)"
+    )
+    for planted in "print(f'{loss:.3f}')", "run.writer.add_scalar('a', loss.detach())":
         with pytest.raises(
             pytest.fail.Exception, match=r"^main.py:\d+: step_loss \+= loss"
         ):
-            test_project.test_a_step_reads_nothing_off_the_device(few, patch)
+            check(planted)
 
 
 MAIN = """
-import torch, ddpkit
-def parse_args(words):
-    return None
-class ddp:
-    def setup(local_rank, args):
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
 def main(words):
-    device = ddp.setup(0, None)
-    net = torch.nn.Linear(4, 2).to(device)
-    loader = torch.utils.data.DataLoader([(torch.ones(4), 1)] * 8, 2)
-    run = ddpkit.Run(None, loader, None, "ab", accumulate=1)
-    net = torch.nn.parallel.DistributedDataParallel(net)
-    for i, batches in run.steps(net):
-        for inputs, targets in batches:
-            loss = torch.nn.functional.cross_entropy(net(inputs), targets)
-            PLANTED
-            loss.backward()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    loader = torch.utils.data.DataLoader([(torch.ones(4), 1)] * 16, 2)
+    net = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step, (inputs, targets) in enumerate(loader):
+        loss = torch.nn.functional.cross_entropy(net(inputs), targets)
+        PLANTED
+        loss.backward()
+        optimizer.step()
     print(loss.item())
+    torch.distributed.destroy_process_group()
 """
-NOW_AND_THEN = """run.step % 5 == 0 and loss.item()
-i % 2 == 0 and print(loss)
-run.step % 5 == 0 and targets.nonzero()
-run.is_logged and print(loss)
+NOW_AND_THEN = """step % 5 == 0 and loss.item()
+step % 2 == 0 and print(loss)
+step % 5 == 0 and targets.nonzero()
 loss.to('cpu', non_blocking=True)
-torch.distributed.all_reduce(loss.detach())
-run.writer.add_scalar('mine', 1.0, run.step)"""
+loss.to(torch.device('cpu'))
+inputs[targets]
+inputs.masked_fill(inputs > 3, 0.0)
+torch.distributed.all_reduce(loss.detach())"""
 IN_EACH_STEP = """loss.item()
 print(loss)
 str(loss)
 f'{loss:.3f}'
 1 if loss > 3 else 2
 loss.cpu()
+loss.to('cpu')
 targets.tolist()
 loss.detach().numpy()
 targets.nonzero()
+targets.unique()
 inputs[inputs > 0]
-loss.register_hook(print)
-run.writer.add_scalar('mine', loss.detach(), run.step)"""
+loss.register_hook(print)"""
 
 
 @on_ranks(1, group=False)
@@ -142,8 +149,10 @@ def test_lines_that_wait(tmp_path: Path) -> None:
 
     assert find(0, "; ".join(NOW_AND_THEN.split("\n"))) == ""
     for number, line in enumerate(IN_EACH_STEP.split("\n"), 1):
-        at, text = (19, "loss.backward()") if "hook" in line else (18, line)
+        at, text = (14, "loss.backward()") if "hook" in line else (13, line)
         assert find(number, line).startswith(f"main{number}.py:{at}: {text}\n")
+    with pytest.raises(ValueError, match="6 are needed"):
+        find(99, "return torch.distributed.destroy_process_group()")
 
 
 def test_half_precision(project: Project, data: Path, tmp_path: Path) -> None:

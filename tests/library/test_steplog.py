@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from generated import Done, Project, after_step, die, rows
-from ranks import Patch, on_ranks
+from ranks import Patch, on_ranks, setup
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
@@ -323,7 +324,9 @@ def test_rows_of_a_report_that_goes_on(tmp_path: Path) -> None:
     ]
     assert report.rows == expected
     path = tmp_path / "metrics.csv"
-    path.write_bytes(path.read_bytes() + b"3,0.8\n\0\0\0\0")
+    # the last one is longer than the csv module reads
+    damage = b"3,0.8\n\0\0\0\0\n4," + b"x" * 200_000
+    path.write_bytes(path.read_bytes() + damage)
     report = ddpkit.Reporter(tmp_path, 4, epoch=2)
     assert report.rows == expected
     report.log_epoch({"top1": 1.0, "top5": "none"})
@@ -385,7 +388,6 @@ def test_what_lies_beside_training(tmp_path: Path) -> None:
     tracker = lambda _: ("mine", lambda row: 1 / 0)  # noqa: E731
     options = {"log_every": 1, "device": CPU, "tracker": tracker}
     report = Reporter(tmp_path, epochs=2, **options)
-    report.catch_up()
     for epoch in range(2):
         for _ in report.progress(range(3), epoch, 3, 1):
             pass
@@ -409,18 +411,53 @@ def test_what_lies_beside_training(tmp_path: Path) -> None:
 @on_ranks(2, group=False)
 def test_a_tracker_that_takes_long(tmp_path: Path) -> None:
     """The other ranks wait, at its start and for each row, as long as it takes."""
-    distributed.setup(timeout=4)
+    setup(timeout=4)
 
     def start(_: object) -> Any:
         time.sleep(6)
         return "mine", lambda row: time.sleep(6)
 
     report = Reporter(tmp_path, epochs=1, device=CPU, tracker=start)
-    report.catch_up()
+    report.start_tracker()
     distributed.barrier()
     report.rows.append({"epoch": 1})
     report.log_last_row(is_best=False)
     distributed.barrier()
+
+
+@on_ranks(1, 2, group=False)
+def test_a_tracker_in_a_loop_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name: it starts with the first row, on rank 0, with the flags; a later start goes on."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
+    folder = tmp_path / f"of {ranks}"
+    rows_taken: list[Any] = []
+    starts: list[Any] = []
+
+    def init(**options: Any) -> Any:
+        starts.append((options["id"], dict(options["config"])))
+        log = lambda row, step: rows_taken.append((step, row))  # noqa: E731
+        return SimpleNamespace(id="a1b2", log=log)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    flags = {"lr": 0.5}
+    for epoch in range(2):
+        report = Reporter(folder, 2, epoch=epoch, device=CPU, tracker="wandb")
+        report.note_facts(flags=flags)
+        assert len(starts) == (0 if distributed.rank() else epoch)
+        report.log_epoch({"top1": 0.5 + epoch, "step": 9})
+        report.close()
+    if distributed.rank():
+        assert not starts
+        assert not rows_taken
+        return
+    assert starts == [(None, flags), ("a1b2", flags)]
+    expected = [(n + 1, {"epoch": n + 1, "top1": 0.5 + n}) for n in range(2)]
+    assert rows_taken == expected
+    assert json.loads((folder / "args.json").read_text()) == {"flags": flags}
 
 
 @on_ranks(1)

@@ -19,7 +19,7 @@ import torch
 import torchvision
 from generated import Done, Project, both_tasks
 from ports import free_port
-from ranks import on_ranks
+from ranks import on_ranks, setup
 from safetensors.torch import load_file, save_file
 
 import ddpkit
@@ -306,7 +306,7 @@ def test_weights_that_cannot_be_had(downloads: Downloads) -> None:
 
 @on_ranks(2, group=False)
 def test_a_download_may_take_longer_than_collectives() -> None:
-    distributed.setup(timeout=2)
+    setup(timeout=2)
 
     def download(seconds: int) -> int:
         time.sleep(seconds)
@@ -341,7 +341,7 @@ def test_a_hub_that_does_not_answer(
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    with pytest.raises(ZeroDivisionError), pretrained.reaching("timm/net"):
+    with pytest.raises(ZeroDivisionError), pretrained.reaching_hub():
         assert is_left_alone == huggingface_hub.constants.HF_HUB_OFFLINE
         raise ZeroDivisionError
     assert not huggingface_hub.constants.HF_HUB_OFFLINE

@@ -35,6 +35,7 @@ from ddpkit.ranks import children, handlers
 
 handlers.install_handlers()
 
+import torch
 from torch.utils.data import DataLoader
 
 from ddpkit.ranks import distributed, failures, workers
@@ -50,7 +51,10 @@ class Numbers:
 
 if __name__ == "__main__":  # the project's tests import main
     with failures.one_line_errors():
-        distributed.setup()
+        here = distributed.rendezvous()
+        torch.distributed.init_process_group(
+            here.backend, None, here.timeout, here.world_size, here.rank, here.store
+        )
         rank = distributed.rank()
         how = {"num_workers": 1, "multiprocessing_context": workers.worker_context(1)}
         for number in DataLoader(Numbers(), worker_init_fn=children.start_worker, **how):

@@ -114,7 +114,7 @@ def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) 
     own.copy_command().refused("__main__.copy", copy)
     check(copy, launch)
     # Where the folder of main.py is left out, the other one would be used in silence.
-    isolated = own.process(own.python, "-I", "-m", "ddpkit", "copy", cwd=own.folder)
+    isolated = own.process(own.python, "-I", "-m", "ddpkit", "check", cwd=own.folder)
     isolated.refused("starting.check_itself", "-I")
     shutil.rmtree(copy)
     check(own.library, torchrun)

@@ -155,7 +155,7 @@ def test_optimizers_of_timm(name: str) -> None:
     file.seek(0)
     state = torch.load(file, weights_only=True)
     resumed["model"].load_state_dict(state["model"])
-    states.load_states(state, resumed, 3)
+    states.load_states(state, resumed, state, "undo that", 3)
     train(resumed, range(3, 8))
     found = resumed["model"].state_dict()
     for name, value in whole["model"].state_dict().items():

@@ -1,7 +1,7 @@
 """Check a data set before training: python -m ddpkit check DIR [main.py's flags]
 
 Reads every file once, and prints what is in them and all that is wrong with them. Draws check.png:
-a dozen training images with their classes, or the outlines of their masks, and beside each what
+a dozen training images with their classes, or tinted by their masks, and beside each what
 dataset.py makes of it, with the flags of main.py that follow DIR, such as --augment rotation.
 
 The exit status is 1 if there are errors: files that cannot be read, images without masks and masks
@@ -20,6 +20,7 @@ import math
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -58,9 +60,11 @@ CHUNK = 8  # samples that a worker reads at once: what is passed on takes time, 
 class Facts:
     """What reading a sample has shown, without its pixels."""
 
+    part: str
+    path: str  # of the image
     error: str = ""  # why training cannot use it; then the rest is empty
-    size: tuple[int, int] = (0, 0)  # height and width, upright
-    pixels: str = ""  # a digest of the image
+    size: tuple[int, int] = (0, 0)  # width and height, upright
+    digest: str = ""  # of the image's shape and pixels
     # pixels of each mask value, or {class: 1}
     counts: dict[int, int] = field(default_factory=dict)
     meant: Meant = field(default_factory=dict)  # of the values in a mask
@@ -69,36 +73,37 @@ class Facts:
     moments: Any = 0.0
 
 
-def look_at_all(chunk: Sequence[tuple[MapDataset, int]]) -> list[Facts]:
-    """Read samples; chunk: of each the part, ImageFiles or MaskFiles, and its number there."""
-    return [look(part, index) for part, index in chunk]
+def look_at_all(chunk: Sequence[tuple[str, MapDataset, int]]) -> list[Facts]:
+    """Read samples; chunk: of each the part, its ImageFiles or MaskFiles, and its number there."""
+    return [look(*key) for key in chunk]
 
 
-def look(part: MapDataset, index: int) -> Facts:
-    part.labels.meant = {}  # of this mask alone; `Survey` compares them
+def look(part: str, dataset: MapDataset, index: int) -> Facts:
+    facts = Facts(part, dataset.samples[index][0])
+    dataset.labels.meant = facts.meant  # of this mask alone; `Survey` compares them
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, about files that it can read
         try:
-            image, *masks = part.open(index)
-            seen = image.decode(1)
+            image, *masks = dataset.open(index)
+            pixels = image.decode(1)
             numbers = [mask.decode(1) for mask in masks]
         except Exception as error:  # Pillow raises many kinds for malformed files
-            path = part.samples[index][0]
-            line = getattr(error, "line", f"{path}: {error!r}")
-            return Facts(line)
-    digest = hashlib.blake2b(np.ascontiguousarray(seen).data, digest_size=8).hexdigest()
-    facts = Facts(size=(image.height, image.width), pixels=f"{seen.shape} {digest}")
-    facts.meant = part.labels.meant
+            facts.error = getattr(error, "line", f"{facts.path}: {error!r}")
+            return facts
+    facts.size = (image.width, image.height)
+    data = np.ascontiguousarray(pixels).data
+    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+    facts.digest = f"{pixels.shape} {digest}"  # images in one colour differ by size
     if masks:
         facts.is_turned = image.is_turned
         values, counts = np.unique(numbers[0], return_counts=True)
         facts.counts = dict(zip(values.tolist(), counts.tolist(), strict=True))
     else:
-        facts.counts = part.count_labels(index)
-    channels = part.format.channels
+        facts.counts = dataset.count_labels(index)
+    channels = dataset.format.channels
     if channels:
         # in double precision, because all images are added up
-        flat = seen.reshape(-1, channels)
+        flat = pixels.reshape(-1, channels)
         count = np.full(channels, len(flat))
         sums = flat.sum(0, np.float64)
         squares = np.square(flat).sum(0, np.float64)
@@ -106,93 +111,124 @@ def look(part: MapDataset, index: int) -> Facts:
     return facts
 
 
-def flatten(loader: DataLoader, bar: tqdm) -> Iterator[Facts]:
-    with bar:
-        for chunk in loader:
-            yield from chunk
-            bar.update(len(chunk))
-
-
 class Survey:
-    """What all samples of the parts have shown: train, val and, if there is one, test."""
+    """What is in a data set, by part: train, val and, if there is one, test; what is wrong."""
 
-    def __init__(self, parts: Sequence[MapDataset], workers: int) -> None:
+    def __init__(self, root: Path, has_masks: bool) -> None:
+        self.root = root
+        self.has_masks = has_masks
         self.errors: list[str] = []
+        self.warnings: list[str] = []
+        # Why files are in no part: of folders, names and rows of lists.
+        self.left_over: list[str] = []
         # By the image's path: why training cannot use it, or its mask.
         self.broken: dict[str, str] = {}
-        self.warnings: list[str] = []
-        self.parts = PARTS[: len(parts)]
-        self.sizes: list[list[tuple[int, int]]] = [[] for _ in parts]
-        # by part and class number
-        self.pixels = np.zeros((len(parts), 2**16), np.int64)
-        self.images = np.zeros((len(parts), 2**16), np.int64)
+        self.classes: Sequence[str] = ()
+        self.sizes: dict[str, list[tuple[int, int]]] = {}
+        # of each part, by class number
+        self.pixels: dict[str, Counter] = {}
+        self.images: dict[str, Counter] = {}
         self.moments: Any = 0.0  # of training images
-        meant: Meant = {}
-        turned: list[str] = []
-        mixed = ""
-        first: dict[str, tuple[int, str]] = {}  # part and path, by the pixels' digest
+        self.meant: Meant = {}
+        self.mixed: list[str] = []  # masks that mean something else
+        self.turned: list[str] = []
+        self.first: dict[str, tuple[str, str]] = {}  # part and path, by digest
+
+    def find_samples(self) -> dict[str, list]:
+        """Return the samples of each part; note what is wrong with folders and lists."""
+        find = folders.find_mask_pairs if self.has_masks else folders.find_labelled
+        noted: list[UserError] = []
+        train, val, *names = find(self.root, note=noted.append)
+        samples = {"train": train, "val": val}
+        if names:
+            self.classes = names[0]
+        try:
+            # the lines about the others have been printed
+            with contextlib.redirect_stdout(io.StringIO()):
+                if folders.has_test(self.root, self.has_masks):
+                    # training's samples come first, once more
+                    samples["test"] = find(self.root, "test", note=noted.append)[1]
+        except UserError as error:  # training does without
+            self.warnings.append(f"the test set is not read: {error.line}")
+        # of training twice
+        self.left_over = list(dict.fromkeys(error.line for error in noted))
+        return samples
+
+    def read_all(self, format: Format, workers: int) -> None:
+        """Read every sample, in so many processes."""
+        labels = (
+            read_classes(self.root / "classes.txt") if self.has_masks else unnamed()
+        )
+        kind = folders.MaskFiles if self.has_masks else folders.ImageFiles
         # as a data set: DataLoader hands each chunk of keys to a worker
-        keys: MapDataset = [
-            (part, index) for part in parts for index in range(len(part))
-        ]
+        keys: MapDataset = []
+        for part, samples in self.find_samples().items():
+            dataset = kind(folders.Part(samples, format, labels), tuple)
+            self.sizes[part] = []
+            self.pixels[part] = Counter()
+            self.images[part] = Counter()
+            keys += [(part, dataset, index) for index in range(len(dataset))]
         options = loading.workers(workers, torch.device("cpu"))
         loader: DataLoader = DataLoader(keys, CHUNK, collate_fn=look_at_all, **options)
         # the bar is on a terminal alone
-        bar = tqdm(total=len(keys), unit="sample", disable=None)
-        for (part, index), facts in zip(keys, flatten(loader, bar), strict=True):
-            number = parts.index(part)  # 0: training
-            path = part.samples[index][0]
-            if facts.error:
-                self.broken[path] = facts.error
-                continue
-            self.sizes[number].append(facts.size)
-            if facts.is_turned:
-                turned.append(path)
-            try:
-                add_meanings(meant, facts.meant)
-            except UserError as error:
-                mixed = mixed or error.line  # one for the whole set
-            if number == 0:
-                self.moments += facts.moments
-            for value, pixels in facts.counts.items():
-                self.pixels[number, value] += pixels
-                self.images[number, value] += 1
-            other, copy = first.setdefault(facts.pixels, (number, path))
-            # in two parts it makes the metrics too good, in one only counts twice
-            if other != number:
-                found = PARTS[other]
-                self.errors.append(f"{path}: the same image is in {found}, {copy}")
-            elif copy != path:
-                self.warnings.append(f"{path}: the same image as {copy}")
-        if mixed:
-            self.errors.append(mixed)
-        if turned:
+        with tqdm(total=len(keys), unit="sample", disable=None) as bar:
+            for chunk in loader:
+                for facts in chunk:
+                    self.add_facts(facts)
+                bar.update(len(chunk))
+        self.errors += self.mixed[:1]  # one for the whole set
+        if self.turned:
+            others = len(self.turned) - 1
             self.warnings.append(
-                f"{turned[0]}: EXIF turns this image and {len(turned) - 1} others; their "
+                f"{self.turned[0]}: EXIF turns this image and {others} others; their "
                 "masks have to be upright"
             )
+        if self.has_masks:
+            self.name_classes(labels)
 
-    def name_classes(self, labels: Labels, root: Path) -> list[str]:
-        """Return the classes of masks; add an error of too few, or of numbers that train lacks."""
-        used = np.flatnonzero(self.images[0]).tolist()
-        classes: list[str] = labels
+    def add_facts(self, facts: Facts) -> None:
+        part = facts.part
+        path = facts.path
+        if facts.error:
+            self.broken[path] = facts.error
+            return
+        self.sizes[part].append(facts.size)
+        self.pixels[part].update(facts.counts)
+        self.images[part].update(facts.counts.keys())
+        if part == "train":
+            self.moments += facts.moments
+        if facts.is_turned:
+            self.turned.append(path)
+        try:
+            add_meanings(self.meant, facts.meant)
+        except UserError as error:
+            self.mixed.append(error.line)
+        other, copy = self.first.setdefault(facts.digest, (part, path))
+        # in two parts it makes the metrics too good, in one only counts twice
+        if other != part:
+            self.errors.append(f"{path}: the same image is in {other}, {copy}")
+        elif copy != path:
+            self.warnings.append(f"{path}: the same image as {copy}")
+
+    def name_classes(self, labels: Labels) -> None:
+        """Name the classes of masks; note too few, or values that only other parts have."""
+        used = sorted(self.images["train"])
+        self.classes = labels
         if not labels:
             largest = max((value for value in used if value != VOID), default=-1)
-            classes = [str(number) for number in range(largest + 1)]
-        fault = ""
-        if used:  # else no mask could be read
-            fault = explain_values(used, labels)
-        faults = [fault] if fault else []
-        for number, part in enumerate(self.parts):
-            others = np.flatnonzero(self.images[number]).tolist()
-            unknown = [str(value) for value in others if len(classes) <= value < VOID]
-            if unknown and not fault:
+            self.classes = [str(number) for number in range(largest + 1)]
+        # without values no mask could be read
+        fault = explain_values(used, labels) if used else ""
+        if fault:
+            self.errors.append(f"{self.root}: {fault}")
+            return
+        known = {*range(len(self.classes)), VOID}
+        for part, images in self.images.items():
+            unknown = [str(value) for value in sorted(images.keys() - known)]
+            if unknown:
                 of = "validation" if part == "val" else part
-                faults.append(
-                    f"{of} masks have {shorten(unknown)}, no training mask has"
-                )
-        self.errors += [f"{root}: {fault}" for fault in faults]
-        return classes
+                line = f"{of} masks have {shorten(unknown)}"
+                self.errors.append(f"{self.root}: {line}, no training mask has")
 
     def propose(self, format: Format) -> Format:
         """Return what data.json should say: with mean and deviation, if images have "channels"."""
@@ -209,27 +245,26 @@ class Survey:
             std=tuple(float(f"{value:.5g}") for value in std),
         )
 
-    def lines(self, names: dict[int, str], has_masks: bool) -> Iterator[str]:
-        """Yield the lines about sizes, and one for each class, by its number."""
-        for part, sizes in zip(self.parts, self.sizes, strict=True):
-            used = sorted(sizes, key=math.prod)  # by area
+    def lines(self) -> Iterator[str]:
+        """Yield the lines about sizes, and one for each class."""
+        for part, sizes in self.sizes.items():
+            by_area = sorted(sizes, key=math.prod)
             # the least and the greatest, once if they are equal
-            texts = [f"{width} x {height}" for height, width in used[:1] + used[-1:]]
-            ends = " to ".join(dict.fromkeys(texts)) or "none"
-            yield f"{part:10}{len(used)} images; width x height: {ends}"
-        what = "pixels" if has_masks else "images"
-        where = " and ".join(f"in {part}" for part in self.parts[-2:])
-        if len(self.parts) > 2:
-            where = f"in {self.parts[0]}, {where}"
-        yield f"classes   images, and share of the {what}, {where}"
-        totals = np.maximum(self.pixels.sum(1, keepdims=True), 1)
-        shares = 100 * self.pixels / totals
+            ends = dict.fromkeys(by_area[:1] + by_area[-1:])
+            text = " to ".join(f"{width} x {height}" for width, height in ends)
+            yield f"{part:10}{len(sizes)} images; width x height: {text or 'none'}"
+        unit = "pixels" if self.has_masks else "images"
+        yield f"classes   images, and share of the {unit}, in {', '.join(self.images)}"
+        names = dict(enumerate(self.classes))
+        if self.has_masks:
+            names[VOID] = "void"
         longest = max(map(len, names.values()), default=0)
         for value, name in names.items():
             line = f"          {name:{longest}}"
-            for number in range(len(self.parts)):
-                images = self.images[number, value]
-                line += f"  {images:9} {shares[number, value]:8.3g} %"
+            for part, images in self.images.items():
+                pixels = self.pixels[part]
+                share = 100 * pixels[value] / max(pixels.total(), 1)
+                line += f"  {images[value]:9} {share:8.3g} %"
             yield line
 
 
@@ -256,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--picture",
         type=Path,
-        default=Path("check.png"),
+        default="check.png",
         metavar="PATH",
         help="what to draw",
     )
@@ -266,49 +301,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = process.own("flags").parse_args(["--data", str(root), *flags])
     format = read_format(root)
     torch.set_num_threads(1)  # as in a loader worker
-    distributed.setup(alone=True)
-    # the project's own data set says which kind of files it is made for
-    has_masks = any(
-        isinstance(kind, type) and issubclass(kind, folders.MaskFiles)
-        for kind in vars(process.own("dataset")).values()
-    )
-    noted: list[UserError] = []
-    labels = read_classes(root / "classes.txt") if has_masks else unnamed()
-    classes: Sequence[str] = ()
-    if has_masks:
-        train, val = folders.find_mask_pairs(root, note=noted.append)
-    else:
-        train, val, classes = folders.find_labelled(root, note=noted.append)
-    sets = [train, val]
-    unread = ""
-    try:
-        # the lines about the others have been printed
-        with contextlib.redirect_stdout(io.StringIO()):
-            if folders.has_test(root, has_masks):
-                find = folders.find_mask_pairs if has_masks else folders.find_labelled
-                sets.append(find(root, "test", note=noted.append)[1])
-    except UserError as error:  # training does without
-        unread = f"the test set is not read: {error.line}"
-    # training's twice
-    found = list(dict.fromkeys(error.line for error in noted))
-    kind = folders.MaskFiles if has_masks else folders.ImageFiles
-    parts = [kind(folders.Part(samples, format, labels), tuple) for samples in sets]
-    survey = Survey(parts, given.workers)
-    if unread:
-        survey.warnings.append(unread)
-    if has_masks:
-        classes = survey.name_classes(labels, root)
-    names = dict(enumerate(classes))
-    if has_masks:
-        names[VOID] = "void"
-    for line in survey.lines(names, has_masks):
+    # the project's code may ask its group
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    survey = Survey(root, bool(process.own("model").STRIDE))  # none without masks
+    survey.read_all(format, given.workers)
+    for line in survey.lines():
         distributed.print0(line)
-    unused = [*found, *survey.broken.values()]
-    is_asked = given.skip_broken and unused
-    if is_asked and write_lists(root, has_masks, survey, found):
-        survey.warnings += [f"left out: {line}" for line in unused]
-    else:
-        survey.errors += unused
+    sort_out_broken(survey, given.skip_broken)
     for line in sorted(survey.errors):
         distributed.print0(f"error: {line}")
     for line in survey.warnings:
@@ -327,38 +326,44 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(1 if survey.errors else 0)
 
 
-def write_lists(
-    root: Path, has_masks: bool, survey: Survey, found: Sequence[str]
-) -> bool:
-    """Write DIR/train.csv and the others, without images that cannot be used; or say why not."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # said already
-            tables = make_lists(root, has_masks, survey, found)
-        for path, rows in tables.items():
-            text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerows(rows)
-            files.save_text(path, text.getvalue())
-            distributed.print0(f"{path}: {len(rows) - 1} images, which training reads")
-    except UserError as error:
-        survey.errors.append(f"{error.line}; --skip-broken needs that")
-        return False
-    return True
+def sort_out_broken(survey: Survey, skip: bool) -> None:
+    """Note what cannot be used as errors; or `skip` it, by lists without it, with warnings."""
+    unused = [*survey.left_over, *survey.broken.values()]
+    if skip and unused:
+        try:
+            write_lists(survey)
+        except UserError as error:
+            survey.errors.append(f"{error.line}; --skip-broken needs that")
+        else:
+            survey.warnings += [f"left out: {line}" for line in unused]
+            return
+    survey.errors += unused
 
 
-def make_lists(
-    root: Path, has_masks: bool, survey: Survey, found: Sequence[str]
-) -> dict[Path, list[list[str]]]:
-    """Return the rows of each list, by its path: of the old one, or of what folders have.
+def write_lists(survey: Survey) -> None:
+    """Write DIR/train.csv and the others, without images that cannot be used.
 
-    found: errors of lists and folders. Raises a UserError if lists cannot be the same set without
-    the images.
+    Raises a UserError, before anything is written, if lists cannot be the same set without them.
     """
-    for line in found:
+    with contextlib.redirect_stdout(io.StringIO()):  # said already
+        tables = make_lists(survey)
+    for path, rows in tables.items():
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        files.save_text(path, text.getvalue())
+        distributed.print0(f"{path}: {len(rows) - 1} images, which training reads")
+
+
+def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
+    """Return the rows of each list, by its path: of the old one, or of what folders have."""
+    root = survey.root
+    has_masks = survey.has_masks
+    for line in survey.left_over:
         named = line.partition(": ")[0]
         if not os.path.isfile(named) and ", line " not in named:
             raise UserError(f"{root}: mend errors of folders and classes first")
-    ignored: list[UserError] = []  # they are in `found`
-    pairs = folders.read_parts(root, has_masks, survey.parts, ignored.append)
+    ignored: list[UserError] = []  # they are in `left_over`
+    pairs = folders.read_parts(root, has_masks, [*survey.sizes], ignored.append)
     tables = {}
     for part in reversed(PARTS):  # with train.csv, the last one, lists are read
         path = folders.find_list(root, part)
@@ -370,14 +375,13 @@ def make_lists(
         if not kept:
             raise UserError(f"{root}: all images of {part} are broken: add others")
         if part == "train" and not has_masks:
-            several = folders.has_several(root, pairs[part])
-            classes = folders.names_in(pairs[part], several)
-            lost = sorted(classes - folders.names_in(kept, several))
+            left = folders.names_in(kept, folders.has_several(root, kept))
+            lost = sorted(set(survey.classes) - left)
             if lost:
                 raise UserError(
                     f"{root}: all training images of class {shorten(lost)} are broken: add others"
                 )
-        columns = [*folders.COLUMNS[has_masks]]
+        columns = list(folders.COLUMNS[has_masks])
         if path:
             tables[path] = keep_rows(path, columns[0], {pair[0] for pair in kept})
         else:

@@ -3,12 +3,13 @@
 import contextlib
 import io
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
+from torchvision.transforms.v2.functional import InterpolationMode, resize
 
 from ddpkit.data import samples
 from ddpkit.data.samples import Key, Seeded
@@ -19,7 +20,6 @@ from ddpkit.vision import images, mistakes, pictures
 
 COUNT = 12  # images
 HEIGHT = 240  # pixels that each is drawn with
-Shown = tuple[np.ndarray, np.ndarray | None]  # (H, W, 3), and a mask (H, W), both uint8
 
 
 def draw_check(path: Path, args: Namespace) -> str:
@@ -37,28 +37,25 @@ def draw_check(path: Path, args: Namespace) -> str:
     names = pictures.legible(classes)
     seeded = Seeded(train_set, classes, 0)
     samples.tell_epoch(train_set, 0)
-    present: set[int] = set()
+    present: set[int] = set()  # in masks
     chosen = mistakes.spread(len(train_set), COUNT)
-    files = mistakes.short_names(train_set, chosen)
-    targets = []
+    captions = mistakes.short_names(train_set, chosen)
+    masks = []  # as training has them
     with pictures.drawing(path) as figure:
-        for index, file in zip(chosen, files, strict=True):
+        for index, caption in zip(chosen, captions, strict=True):
             try:
                 target, shown = views(seeded, index)
             except UserError:  # which the report has
                 continue
             axes = figure.add_subplot(label=str(index))
             axes.axis("off")
-            panels = []
-            for pixels, mask in shown:
-                if mask is not None:
-                    present.update(np.unique(mask).tolist())
-                    pixels = pictures.outline(pixels, mask, classes)
-                panels.append(pixels)
-            axes.imshow(pictures.in_a_row(panels))
-            lines = [file or samples.name(train_set, index)]
-            targets.append(target)
-            if target.ndim < 2:
+            axes.imshow(pictures.in_a_row([panel(classes, *view) for view in shown]))
+            lines = [caption or samples.name(train_set, index)]
+            if target.ndim == 2:
+                masks.append(target)
+                for _, mask in shown:
+                    present.update(mask.unique().tolist())
+            else:
                 # a number, or float (classes,) of several
                 numbers = target.nonzero().flatten() if target.ndim else target[None]
                 text = "; ".join(names[int(number)] for number in numbers) or "none"
@@ -70,29 +67,32 @@ def draw_check(path: Path, args: Namespace) -> str:
         if present:
             pictures.draw_legend(figure, classes, present)
     distributed.print0(f"{path}: {len(figure.axes)} training images; look at them")
-    say_void([each for each in targets if each.ndim == 2])
+    say_void(masks)
     return ""
 
 
-def views(dataset: Seeded, index: int) -> tuple[Tensor, list[Shown]]:
-    """Return a sample's target; and the image as its file has it, if known, and as augmented."""
-    shown: list[Shown] = []
-    for each, at in samples.places(dataset.dataset, index):
-        if hasattr(each, "open"):
-            shown.append(small(*[part.read() for part in each.open(at)]))
+def views(seeded: Seeded, index: int) -> tuple[Tensor, list[list[Tensor]]]:
+    """Return a sample's target; image and mask as files have them, if known, and as augmented."""
+    shown = []
+    for dataset, number in samples.places(seeded.dataset, index):
+        if hasattr(dataset, "open"):
+            shown.append([part.read() for part in dataset.open(number)])
             break
-    image, target = dataset[Key(0, index)][:2]
+    image, target = seeded[Key(0, index)][:2]
     target = torch.as_tensor(target)
-    return target, [*shown, small(image, target if target.ndim == 2 else None)]
+    shown.append([image, target] if target.ndim == 2 else [image])
+    return target, shown
 
 
-def small(image: Tensor, mask: Tensor | None = None) -> Shown:
-    """Return image and mask HEIGHT pixels high."""
-    pixels = images.visible(image).permute(1, 2, 0).numpy()
-    height, width = pixels.shape[:2]
-    size = (max(1, round(width * HEIGHT / height)), HEIGHT)
-    drawn = np.array(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
+def panel(
+    classes: Sequence[str], image: Tensor, mask: Tensor | None = None
+) -> np.ndarray:
+    """Return an image, uint8 (HEIGHT, W, 3), tinted by its mask (H, W)."""
+    pixels = images.visible(image)
+    height, width = pixels.shape[1:]
+    size = [HEIGHT, max(1, round(width * HEIGHT / height))]
+    drawn = resize(pixels, size).permute(1, 2, 0).numpy()
     if mask is None:
-        return drawn, None
-    numbers = Image.fromarray(mask.numpy().astype(np.uint8))
-    return drawn, np.array(numbers.resize(size, Image.Resampling.NEAREST))
+        return drawn
+    numbers = resize(mask[None].byte(), size, InterpolationMode.NEAREST)
+    return pictures.overlay(drawn, numbers[0].numpy(), classes)

@@ -4,8 +4,8 @@ Prints of each --output-dir the best value of the metric that chooses best.pt an
 many epochs are done, how long they have trained, and the flags that differ between the runs.
 """
 
-import csv
 import datetime
+import functools
 import json
 import math
 import os
@@ -22,26 +22,40 @@ from ddpkit.vision.rows import Row
 # flags that do not matter, and what data and network say
 LEFT_OUT = (*OF_A_START, "output_dir", "several_labels", "crop")
 NONE = "-"
+# what reading a run's files may raise
+DAMAGED = (
+    OSError,
+    ValueError,
+    RecursionError,
+    AttributeError,
+    KeyError,
+    TypeError,
+)
 
 
 @dataclass
 class Compared:
-    """A run: its flags, its rows of metrics.csv, and the metric by which it has its best epoch."""
+    """A run: its flags, its rows of metrics.csv, and the metric that says which epoch is best."""
 
     folder: Path
     flags: Mapping[str, object]
     rows: Sequence[Row]
     metric: str
     direction: str
-    best: Row
+
+    @functools.cached_property
+    def top(self) -> Row:
+        return rows.best_row(self.rows, self.metric, self.direction) or {}
+
+    @property
+    def score(self) -> float:
+        return rows.number_in(self.top, self.metric)
 
     @property
     def order(self) -> tuple[bool, str, float]:
         """Return what comes first: of each metric the best, and a run without any at the end."""
-        if not self.best:
-            return (True, self.metric, 0)
-        score = rows.number_in(self.best, self.metric)
-        return (False, self.metric, score if self.direction == "min" else -score)
+        score = self.score if self.direction == "min" else -self.score
+        return (not self.top, self.metric, score)
 
     def cells(self) -> list[str]:
         seconds = [rows.number_in(row, "train_seconds") for row in self.rows]
@@ -50,12 +64,11 @@ class Compared:
         if "epochs" in self.flags:
             epochs += f"/{self.flags['epochs']}"
         best = NONE
-        if self.best:
-            score = rows.number_in(self.best, self.metric)
-            best = f"{self.metric} {rows.as_digits(score)}"
+        if self.top:
+            best = f"{self.metric} {rows.as_digits(self.score)}"
         time = str(datetime.timedelta(seconds=round(known)))
         name = rows.clip_middle(escape(self.folder))
-        return [name, best, str(self.best.get("epoch", NONE)), epochs, time]
+        return [name, best, str(self.top.get("epoch", NONE)), epochs, time]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -69,22 +82,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="an --output-dir, or a folder of some (default: runs)",
     )
     given = parser.parse_args(argv).folders
-    found = []
+    runs = []
     for folder in given:
         for each in [folder] if is_run(folder) else runs_in(folder):
             try:
-                found.append(read_run(each))
-            except (OSError, ValueError, RecursionError, csv.Error) as error:
+                runs.append(read_run(each))
+            except DAMAGED as error:
                 reason = f"cannot be read: {reason_of(error)}"
                 print_line(f"{escape(each)}: left out ({reason})", sys.stdout)
-    if not found:
+    if not runs:
         raise UserError(f"no run in {given[0]}: name the --output-dir of some")
-    found.sort(key=lambda run: run.order)
-    names = differing([run.flags for run in found])
+    runs.sort(key=lambda run: run.order)
+    names = differing([run.flags for run in runs])
     columns = ["run", "best", "epoch", "done", "trained"]
     columns += [f"--{name.replace('_', '-')}" for name in names]
     cells = []
-    for run in found:
+    for run in runs:
         values = [as_cell(run.flags.get(name)) for name in names]
         cells.append(run.cells() + values)
     for line in rows.table_lines(columns, cells):
@@ -105,28 +118,21 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def read_run(folder: Path) -> Compared:
-    """Return a run, which may be at work; raise a ValueError if its args.json is damaged."""
+    """Return a run, which may be at work; raise one of DAMAGED if its files are damaged."""
     facts = json.loads((folder / "args.json").read_bytes())
-    flags = facts.get("flags") if isinstance(facts, dict) else None
-    if not isinstance(flags, dict):
-        raise ValueError("args.json has no flags")
-    best = facts.get("best")
-    # which it has once it has been worked out
-    is_known = isinstance(best, list) and len(best) == 2
-    metric, direction = map(str, best) if is_known else ("", "")
-    recorded = rows.recorded_rows(folder)
-    best_row = rows.best_row(recorded, metric, direction) or {}
-    return Compared(folder, flags, recorded, metric, direction, best_row)
+    metric, direction = facts.get("best") or ("", "")  # until it is worked out
+    flags = dict(facts["flags"])
+    return Compared(folder, flags, rows.recorded_rows(folder), metric, direction)
 
 
 def differing(flags: Sequence[Mapping[str, object]]) -> list[str]:
     """Return the flags of which some runs have another value; one that has none is of others."""
-    found = []
+    names = []
     for name in dict.fromkeys(name for each in flags for name in each):
         values = {json.dumps(each.get(name), sort_keys=True) for each in flags}
         if len(values) > 1 and name not in LEFT_OUT:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def as_cell(value: object) -> str:

@@ -9,6 +9,7 @@ channels, value_range, mean and std. It appears if it returns what the network d
 """
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -35,31 +37,26 @@ from ddpkit.run.outputs import to_logits
 from ddpkit.vision.predicting import open_model
 
 TOLERANCE = 1e-3  # how far logits may differ, as a share of the largest (at least 1)
-CPU = torch.device("cpu")
+Infer = Callable[[nn.Module, Tensor], object]
 Predict = Callable[[Tensor], Tensor]
 
 
 class Network(nn.Module):
-    """`infer` with normalisation: images as the data set has them -> logits, float32."""
+    """The network as the file has it: images as the data set has them -> logits, float32.
 
-    def __init__(
-        self,
-        infer: Callable[[nn.Module, Tensor, Namespace], object],
-        model: nn.Module,
-        format: Format,
-        args: Namespace,
-    ) -> None:
+    infer: that of model.py, which takes the network and normalised images.
+    """
+
+    def __init__(self, model: nn.Module, infer: Infer, format: Format) -> None:
         super().__init__()
-        self.infer = infer
         self.model = model
+        self.infer = infer
         self.format = format
-        self.args = args
 
     def forward(self, images: Tensor) -> Tensor:
-        images = normalizing.normalize_images(
-            self.format.normalize(images), self.format
-        )
-        return to_logits(self.infer(self.model, images, self.args))
+        images = self.format.normalize(images)  # floats
+        images = normalizing.normalize_images(images, self.format)  # uint8
+        return to_logits(self.infer(self.model, images))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -94,23 +91,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore")  # what exporters say is for their authors
     logging.disable()
     own = process.own("model")
-    stride = own.STRIDE  # 0 in classification
-    now: dict[str, object] = {"tile": 0}  # the file has no tiles
-    if given.data:
-        now["data"] = str(given.data)
-
-    def parse_args(words: Sequence[str], then: Mapping[str, object]) -> Namespace:
-        return process.own("flags").parse_args(words, {**then, **now})
-
+    stride = own.STRIDE  # none in classification
+    parse_args = process.own("flags").parse_args
     model, classes, args, format = open_model(
-        given.checkpoint, own.build_model, parse_args, CPU
+        given.checkpoint, own.build_model, parse_args, torch.device("cpu")
     )
     used = vars(args)
+    used["tile"] = 0  # the file has no tiles
+    if given.data:
+        used["data"] = str(given.data)
     # channels last would be traced, too
     model = model.to(memory_format=torch.contiguous_format)
-    network = Network(own.infer, model, format, args).eval()
+    infer = functools.partial(own.infer, args=args)
+    network = Network(model, infer, format).eval()
     side = 512 if stride else int(used.get("image_size", 224))  # pixels, at most
-    distributed.setup(alone=True)
+    # the project's code may ask its group
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     batches = pick_batches(args, format, stride, side)
     with torch.inference_mode():
         expected = [network(batch) for batch in batches]
@@ -148,16 +144,14 @@ def pick_batches(
     except UserError as error:
         # the network can be written without its data
         print(f"comparing on random images; --data DIR names others ({error})")
-        shape = (3, format.channels or 3, side, side)
-        batch = torch.randint(256, shape, dtype=torch.uint8)
-        if format.channels:
-            batch = batch / 255
-    else:
-        # images may differ in size: the part that all have
-        height = min(side, min(image.shape[1] for image in images))
-        width = min(side, min(image.shape[2] for image in images))
-        parts = [image[:, :height, :width] for image in images]
-        batch = torch.stack(parts).contiguous()
+        shape = (format.channels or 3, side, side)
+        images = [torch.rand(shape) for _ in range(3)]
+        if not format.channels:
+            images = [(255 * image).byte() for image in images]
+    # they may differ in size: the part that all have
+    height = min(side, *[image.shape[1] for image in images])
+    width = min(side, *[image.shape[2] for image in images])
+    batch = torch.stack([image[:, :height, :width] for image in images])
     batches = [batch, batch[:1]]
     if stride:
         batches.append(torch.cat([batch[1:2], batch[2:]], dim=3))
@@ -171,8 +165,8 @@ def images_of(args: Namespace, format: Format) -> list[Tensor]:
     if count:  # the file normalises
         val_set.format = replace(format, mean=(0.0,) * count, std=(1.0,) * count)
     samples = Seeded(val_set, classes, seed=0)
-    keys = [Key(0, i % len(samples), is_val=True) for i in range(3)]
-    return [samples[key][0] for key in keys]
+    numbers = [i % len(samples) for i in range(3)]
+    return [samples[Key(0, number, is_val=True)][0] for number in numbers]
 
 
 def write_onnx(

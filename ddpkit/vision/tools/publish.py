@@ -10,6 +10,7 @@ import csv
 import importlib.util
 import io
 import json
+import math
 import re
 import shlex
 import shutil
@@ -24,7 +25,7 @@ from ddpkit.run import checkpoint
 from ddpkit.run.file_names import SHOWN
 from ddpkit.run.flags import OF_A_START, Parser
 from ddpkit.run.states import State
-from ddpkit.vision.rows import OF_TUNING
+from ddpkit.vision.rows import OF_TUNING, number_in, only_numbers, recorded_rows
 
 NEEDED = ["args.json", "metrics.csv"]
 # A path that begins at the root, at home or above, with all that follows: it may have
@@ -68,10 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for needed in map(path.with_name, NEEDED):
         if not needed.is_file():
             raise UserError(f"{needed}: no such file; name a checkpoint of a run")
-    names = [path.name, *NEEDED]
+    copied = ["metrics.csv"]
     for name in SHOWN:  # if they are there; worst.csv has paths of this machine
         if path.with_name(name).is_file() and name != "worst.csv":
-            names.append(name)
+            copied.append(name)
     if given.output.resolve() == path.parent.resolve():
         raise UserError(
             f"--output {given.output} is the run's own folder: name another one"
@@ -84,20 +85,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     about = without_paths(json.loads(files.read_file(path.with_name("args.json"))))
     title = given.repo or process.project().name
     # before anything is written, because it may find a fault
-    card = make_card(path, state, about, title, given.license, names)
-    for name in names:
-        with files.writing(given.output / name, parents=True) as tmp_path:
-            if name == path.name:
-                checkpoint.write_file(tmp_path, state)
-            elif name == "args.json":
-                tmp_path.write_text(json.dumps(about, indent=2) + "\n", "utf-8")
-            else:
-                shutil.copyfile(path.with_name(name), tmp_path)
-    with files.writing(given.output / "README.md") as tmp_path:
-        tmp_path.write_text(card, encoding="utf-8")
-    print(f"written to {given.output}: README.md, {', '.join(names)}")
+    card = make_card(path, state, about, title, given.license, copied)
+    with files.writing(given.output / path.name, parents=True) as tmp_path:
+        checkpoint.write_file(tmp_path, state)
+    for name in copied:
+        with files.writing(given.output / name) as tmp_path:
+            shutil.copyfile(path.with_name(name), tmp_path)
+    files.save_text(given.output / "args.json", json.dumps(about, indent=2) + "\n")
+    files.save_text(given.output / "README.md", card)
+    names = [path.name, "args.json", "README.md", *copied]
+    print(f"written to {given.output}: {', '.join(names)}")
     if given.repo:
-        names.append("README.md")
         url = push(given.output, names, given.repo, given.private)
         print(f"published: {url}")
 
@@ -130,23 +128,25 @@ def make_card(
     data = escape(Path(used.get("data") or "demo").name).replace("`", "'")
     kind = "segmentation" if process.own("model").STRIDE else "classification"
     task = f"image-{kind}"
-    rows = read_rows(path.with_name("metrics.csv"))
-    header = rows.pop(0)
+    rows = recorded_rows(path.parent)
     last = rows[-1]
     # of the checkpoint's epoch; a run that goes on may have written more since
-    own = next((row for row in rows if row[0] == str(state["epoch"])), last)
-    scores = [["", f"{path.name}, epoch {own[0]}", f"the last, epoch {last[0]}"]]
+    own = next((row for row in rows if row["epoch"] == state["epoch"]), last)
+    ends = [f"{path.name}, epoch {own['epoch']}", f"the last, epoch {last['epoch']}"]
+    scores = [["", *ends]]
     results = []
-    for name, value, last_value in zip(header, own, last, strict=True):
+    for name in only_numbers({**own, **last}):
         if name in OF_TUNING:
             continue
-        text = f"{float(value or 'nan'):.4g}"  # empty: not measured in that epoch
-        scores.append([name, text, f"{float(last_value or 'nan'):.4g}"])
-        if text != "nan":
-            results.append(EvalResult(task, data, data, name, float(text)))
+        value = number_in(own, name)
+        scores.append([name, f"{value:.4g}", f"{number_in(last, name):.4g}"])
+        if not math.isnan(value):  # else not measured in that epoch
+            results.append(EvalResult(task, data, data, name, value))
     tables = to_markdown(scores)
     if "per_class.csv" in names:
-        tables += "\n\n" + to_markdown(read_rows(path.with_name("per_class.csv")))
+        text = files.read_file(path.with_name("per_class.csv")).decode(errors="replace")
+        classes = csv.reader(io.StringIO(text, newline=""))
+        tables += "\n\n" + to_markdown(list(classes))
     facts = ModelCardData(
         license=license,
         library_name="pytorch",
@@ -199,11 +199,6 @@ def used_flags(used: dict[str, object]) -> list[str]:
             if value is not True:  # such as --deterministic, which takes no value
                 words.append(str(value))
     return words
-
-
-def read_rows(path: Path) -> list[list[str]]:
-    text = files.read_file(path).decode(errors="replace")
-    return list(csv.reader(io.StringIO(text, newline="")))
 
 
 def to_markdown(table: Sequence[Sequence[str]]) -> str:

@@ -1,81 +1,85 @@
-"""Finds the lines of a training step that make the device wait, for the tests of a project.
+"""Finds the lines of a training step that would make a GPU wait, for the tests of a project.
 
-A step is taken on device meta, whose tensors have no values. Who asks for one gets a 1.
+It trains on the CPU, where nothing waits, and notes who asks for the values of tensors.
 """
 
+import functools
+import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
-from itertools import islice
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, ModuleType
-from unittest.mock import MagicMock, patch
+from types import ModuleType
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
 
-import ddpkit
-from ddpkit.data import loading, normalizing
-from ddpkit.run.loop import Passes
+from ddpkit.run import loop
 
-CPU = torch.device("cpu")
-META = torch.device("meta")
-STEPS = 2
-# steps taken before these: a prime, because some things are done every so many
-BEFORE = 101
+# Optimizer steps. In the first ones Run reads much; of the others there have to be some,
+# for a line that reads now and then, such as every other time, to be told from one that
+# always does.
+FIRST = 3
+FEWEST = 6
+# Operators that read values: item(), float(), if; nonzero(), unique().
+READ = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Methods that do without an operator if a tensor lies on the CPU.
+METHODS = ("__repr__", "cpu", "numpy", "to", "tolist")
 
 
 def find(main: ModuleType, words: Sequence[str]) -> str:
     """Return which line reads a value off the device in each step, and why that is slow; or "".
 
-    main: main.py, of which `main.main(words)` takes two optimizer steps, and writes nothing. What
-    is read in one of them alone may be read: it is read now and then.
+    main: main.py, of which `main.main(words)` trains for FEWEST optimizer steps or more, on the CPU
+    and in one process; its loader's workers may be others.
     """
-    root = Path(str(main.__file__)).parent
-    reads = Reads(root)
-    main.ddp.setup(0, main.parse_args(words))
-    try:
-        with ExitStack() as stack:
-            for place, name, stand_in in stand_ins(main, reads):
-                stack.enter_context(patch.object(place, name, stand_in))
-            stack.enter_context(reads)
-            main.main(words)
-    except (RuntimeError, TypeError) as error:
-        places = [*traceback.walk_tb(error.__traceback__)]
-        place = own_line(places[::-1], root)
-        if not place or not reads.step:
-            raise  # of another kind
-        return (
-            f"{place}\nreads a value off the device, or has a size that depends on one "
-            f"({error})"
-        )
-    finally:
-        torch.distributed.destroy_process_group()
-    for place, steps in reads.found.items():
-        if len(steps) == STEPS:
+    reads = Reads(Path(str(main.__file__)).parent)
+    with ExitStack() as stack:
+        # Run reads the loss now and then by the clock
+        stack.enter_context(patch.object(loop, "SECONDS_BETWEEN_CHECKS", 1e9))
+        for name in METHODS:
+            method = getattr(Tensor, name)
+            stack.enter_context(patch.object(Tensor, name, reads.noting(name, method)))
+        hook = register_optimizer_step_post_hook(reads.count_step)
+        stack.callback(hook.remove)
+        stack.enter_context(reads)
+        main.main(words)
+    if reads.steps < FEWEST:
+        raise ValueError(f"{reads.steps} optimizer steps: {FEWEST} are needed")
+    for line, steps in reads.steps_of.items():
+        if steps.issuperset(range(FIRST, reads.steps)):
             return (
-                f"{place}\nreads a value off the device in each step: the device waits"
+                f"{line}\nreads a value off the device in each step: the device waits"
             )
     return ""
 
 
 class Reads(TorchDispatchMode):
-    """Notes the lines of the files in `root` that ask for values, by step."""
+    """Notes the lines of the files in `root` that ask for values, and in which steps."""
 
     def __init__(self, root: Path) -> None:
         super().__init__()
         self.root = root
-        self.step = 0  # 0: outside of any
-        self.found: dict[str, set[int]] = {}
+        self.steps = 0  # that the optimizer has taken
+        self.steps_of: dict[str, set[int]] = defaultdict(set)
 
-    def note_reader(self) -> None:
-        if self.step:
-            place = own_line(traceback.walk_stack(None), self.root)
-            self.found.setdefault(place, set()).add(self.step)
+    def count_step(self, *_: object) -> None:
+        self.steps += 1
+
+    def note_line(self) -> None:
+        """Note the innermost line in `root` as "main.py:7: text"."""
+        for frame, number in traceback.walk_stack(inspect.currentframe()):
+            path = Path(frame.f_code.co_filename)
+            if path.parent == self.root:
+                text = linecache.getline(str(path), number).strip()
+                self.steps_of[f"{path.name}:{number}: {text}"].add(self.steps)
+                return
 
     def __torch_dispatch__(
         self,
@@ -84,98 +88,24 @@ class Reads(TorchDispatchMode):
         args: tuple = (),
         kwargs: dict | None = None,
     ) -> object:
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        source = args[0] if args and isinstance(args[0], Tensor) else None
-        if source is not None and source.device == META:
-            if name == "_local_scalar_dense":  # item(), float(), if
-                self.note_reader()
-                return torch.ones((), dtype=source.dtype).item()
-            target = torch.device(kwargs.get("device") or META)
-            if name == "_to_copy" and target == CPU:  # cpu(), to("cpu"), tolist()
-                if not kwargs.get("non_blocking"):
-                    self.note_reader()
-                return torch.ones_like(source, device=CPU, dtype=kwargs.get("dtype"))
-        return func(*args, **kwargs)
+        reads = not READ.isdisjoint(func.tags)
+        if func.overloadpacket is torch.ops.aten.index:
+            # a mask has to be counted, numbers do not
+            reads = any(
+                each is not None and each.dtype == torch.bool for each in args[1]
+            )
+        if reads:
+            self.note_line()
+        return func(*args, **(kwargs or {}))
 
-    def shown(self, show: Callable[..., str]) -> Callable[..., str]:
-        """Return what shows a tensor, which would read its values if there were some."""
+    def noting(self, name: str, method: Callable) -> Callable:
+        """Return a method of tensors that notes who calls it."""
 
-        def noted(tensor: Tensor, *args: object, **options: object) -> str:
-            if tensor.device != META:
-                return show(tensor, *args, **options)
-            self.note_reader()
-            return "1"
+        @functools.wraps(method)
+        def noted(tensor: Tensor, *args: object, **options: object) -> object:
+            is_read = name != "to" or args[:1] == ("cpu",)
+            if is_read and not options.get("non_blocking"):
+                self.note_line()
+            return method(tensor, *args, **options)
 
         return noted
-
-
-class Alone(nn.Module):
-    """In place of DistributedDataParallel, which does not know device meta."""
-
-    def __init__(self, module: nn.Module, *args: object, **options: object) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: object, **options: object) -> object:
-        return self.module(*args, **options)
-
-    no_sync = nullcontext
-
-
-def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, object]]:
-    """Yield what is replaced: where, its name, and by what."""
-    run = MagicMock(epoch=0, step=BEFORE, is_logged=False)
-    run.end_epoch.return_value = False
-    run.is_out_of_patience.side_effect = [False, True]
-
-    def add_scalar(name: str, value: object, *_: object) -> None:
-        torch.as_tensor(value).item()  # as TensorBoard's does
-
-    run.writer.add_scalar.side_effect = add_scalar
-
-    def make_run(
-        folder: object,
-        loader: DataLoader,
-        val_loader: object,
-        classes: Sequence[str],
-        **parts: int,
-    ) -> object:
-        def take_steps(*networks: object) -> Iterator[tuple[int, Passes]]:
-            batches = iter(loader)
-            format = normalizing.format_of(loader)
-            for step in range(STEPS):
-                some = list(islice(batches, parts["accumulate"]))
-                reads.step += 1
-                yield step, Passes(some, META, format)
-                run.step += 1
-            reads.step = 0
-
-        run.steps.side_effect = take_steps
-        run.classes = classes
-        return run
-
-    # which main.py calls before there is a Run
-    vars(make_run)["steps_per_epoch"] = ddpkit.Run.steps_per_epoch
-    yield main.ddp, "setup", lambda *_: META
-    yield torch.distributed, "all_reduce", lambda *_, **__: None
-    yield ddpkit, "RunFolder", lambda *_: MagicMock(state=None)
-    yield ddpkit, "Run", make_run
-    in_this_process = loading.workers(0, CPU)
-    yield loading, "workers", lambda *_: dict(in_this_process)
-    name = "DistributedDataParallel"
-    for module in (main, torch.nn.parallel):  # however main.py imports it
-        if hasattr(module, name):
-            yield module, name, Alone
-    for name in ("__repr__", "__format__"):
-        yield Tensor, name, reads.shown(getattr(Tensor, name))
-
-
-def own_line(places: Iterable[tuple[FrameType, int]], root: Path) -> str:
-    """Return the line of the first file in `root`, as "main.py:7: text"; "" if there is none."""
-    for frame, number in places:
-        path = Path(frame.f_code.co_filename)
-        if path.parent == root:
-            text = linecache.getline(str(path), number).strip()
-            return f"{path.name}:{number}: {text}"
-    return ""
