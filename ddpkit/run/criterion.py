@@ -96,7 +96,7 @@ class Criterion(nn.Module):
                 labels = [targets]
             count = self.counts(*labels)
             if isinstance(count, Tensor):
-                return count.detach()
+                return widened(count.detach())
             return torch.full((), count, device=getattr(targets, "device", None))
         if not isinstance(targets, Tensor):
             raise UserError(
@@ -193,8 +193,12 @@ class Criterion(nn.Module):
 
 
 def widened(number: Tensor) -> Tensor:
-    """Return it as float64, in which few such are added without rounding, but on Apple's GPUs."""
-    return number if number.device.type == "mps" else number.double()
+    """Return a float as float64, which adds up the counts of a step without rounding.
+
+    Apple's GPUs have none.
+    """
+    is_exact = not number.is_floating_point() or number.device.type == "mps"
+    return number if is_exact else number.double()
 
 
 def guarded(outputs: Outputs, count: Tensor) -> Outputs:

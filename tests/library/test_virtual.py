@@ -88,7 +88,10 @@ class Net(nn.Module):
         self.mean.mul_(0.9).add_(logits.detach().mean(0), alpha=0.1)
         return {"x": x, "logits": logits - self.mean}
 
-dist.init_process_group("gloo")
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+else:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 torch.manual_seed(0)
 generator = torch.Generator().manual_seed(1)
 data = TensorDataset(
@@ -171,7 +174,10 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     data = [(torch.ones(2), 0)] * 16
     loader = ddpkit.train_loader(data, 2, virtual_ranks=4, workers=0)
     checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=net)
-    for network in net, ddpkit.VirtualRanks(net, 2):
+    for network in (
+        nn.parallel.DistributedDataParallel(net),
+        ddpkit.VirtualRanks(net, 2),
+    ):
         with refusal("resuming.find_virtual", "virtual_ranks=4"):
             next(iter(checkpoints.steps(loader, network)))
     embedding = nn.Embedding(4, 2, sparse=True)
