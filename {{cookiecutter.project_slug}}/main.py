@@ -71,12 +71,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The network, with the weights of --weights. Those of a checkpoint come last, by Run.
     model = build_model(args, classes, val_loader.channels, pretrained)
     model = model.to(device).to(memory_format=ddp.memory_layout(device))
-    if args.sync_bn:
-        if device.type in ("cpu", "mps"):
-            raise ddpkit.UserError(
-                "--sync-bn: torch has it on GPUs only, not Apple's; omit the flag"
-            )
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # criterion(outputs, targets) is the sum of the losses of a batch's labels, and
     # criterion.count(targets) their number.
     loss_module = build_criterion(args, train_set, classes)

@@ -59,6 +59,8 @@ class LossState:
 class Passes:
     """The batches of an optimizer step: each is on the device when its turn comes.
 
+    Their number, len(batches), is that of one rank, also if there are several virtual ones here.
+
     batches: of the loader, whose images have this format. take: begins each pass.
     """
 
@@ -67,19 +69,22 @@ class Passes:
         batches: list,
         device: torch.device,
         format: Format,
+        of_each: int,
         take: Callable[..., Iterator],
     ) -> None:
         self.batches = batches
+        self.of_each = of_each
         self.take = take
         self.move = functools.partial(normalizing.move, device=device, format=format)
         self.device = device
         self.moved = [self.move(batches[0])] if len(batches) == 1 else None
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return self.of_each
 
     def __iter__(self) -> Iterator[tuple]:
-        return self.take(self.moved or map(self.move, self.batches), len(self))
+        moved = self.moved or map(self.move, self.batches)
+        return self.take(moved, len(self.batches))
 
     @property
     def targets(self) -> Iterator[Any]:
@@ -445,7 +450,8 @@ class Run(Checkpoints):
         while some:
             if not self.first_steps.ended:
                 sources.say_floats(some[0], self.val_loader)
-            yield self.done, Passes(some, self.device, format, self._take_passes)
+            how = self.accumulate, self._take_passes
+            yield self.done, Passes(some, self.device, format, *how)
             some = list(itertools.islice(found, passes))
 
     @property

@@ -146,15 +146,15 @@ class Forever:
         self.batches = self._batches()
 
 
-class Passes(list):
-    """The batches of a step of virtual ranks; a loop over them begins each pass."""
+class Group:
+    """The batches of a step, of all virtual ranks of this process; a loop begins each pass."""
 
     def __init__(self, batches: Iterable, take: Callable[..., Iterator]) -> None:
-        super().__init__(batches)
+        self.batches = list(batches)
         self.take = take
 
     def __iter__(self) -> Iterator:
-        return self.take(super().__iter__(), len(self))
+        return self.take(self.batches, len(self.batches))
 
 
 class Steps:
@@ -724,14 +724,14 @@ class Checkpoints:
             return self._grouped(batches)
         return self.reading.rest(batches, self.epoch, self.done, is_resumed=is_resumed)
 
-    def _grouped(self, loader: loading.Loader) -> Iterator[Passes]:
+    def _grouped(self, loader: loading.Loader) -> Iterator[Group]:
         """Yield the batches of each step that is left, of all virtual ranks of this process."""
         sampler = loader.sampler
         rest = loader.normalized(
             loader.raw(self.epoch, self.done * sampler.global_batch)
         )
         for _ in range(sampler.steps - self.done):
-            yield Passes(itertools.islice(rest, sampler.passes), self._take_passes)
+            yield Group(itertools.islice(rest, sampler.passes), self._take_passes)
 
     def _leave(self) -> NoReturn:
         self._write_step()

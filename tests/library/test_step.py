@@ -76,7 +76,7 @@ def test_the_projects_own_test_of_a_step(
 
     code = main.train_one_epoch.__code__
     source = "\n" * (code.co_firstlineno - 1) + inspect.getsource(main.train_one_epoch)
-    line = "step_loss += loss.detach()"
+    line = "losses.append(loss.detach())"
 
     def check(planted: str) -> None:
         changed = source.replace(line, f"{planted}; {line}")
@@ -91,7 +91,7 @@ def test_the_projects_own_test_of_a_step(
     )
     for planted in "print(f'{loss:.3f}')", "run.writer.add_scalar('a', loss.detach())":
         with pytest.raises(
-            pytest.fail.Exception, match=r"^main.py:\d+: step_loss \+= loss"
+            pytest.fail.Exception, match=r"^main.py:\d+: losses\.append\(loss"
         ):
             check(planted)
 

@@ -72,7 +72,6 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group.add_argument("--tracker", choices=("mlflow", "trackio", "wandb"), help="also log metrics there; offline as each of them is told to")
     group.add_argument("--log-every", type=count, default=50, metavar="STEPS", help="log loss, rate and speed every STEPS optimizer steps; 0: never")
     group.add_argument("--save-every", type=count, default=0, metavar="STEPS", help="also save every STEPS optimizer steps; 0: after each epoch")
-    group.add_argument("--sync-bn", action="store_true", help="BatchNorm over the images of all ranks; on GPUs only")
     group.add_argument("--deterministic", action="store_true", help="the same bits on GPUs; slower")
 
     group = parser.add_argument_group("ranks")
