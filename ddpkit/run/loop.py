@@ -622,7 +622,7 @@ class Run(Checkpoints):
         state |= self.about
         state |= self.source.order
         state |= self.chosen.state()
-        state |= self.sums.state()
+        state |= self.sums.kept()
         state |= {
             "totals": losses.tolist(),
             "global_batch": self.source.global_batch,

@@ -27,7 +27,7 @@ class Exact:
         self.pending: list[Tensor] = []
         self.joined: list[Tensor] = []
 
-    def add(self, number: Number) -> None:
+    def include(self, number: Number) -> None:
         if isinstance(number, Tensor):
             self.pending.append(number.detach())
             if len(self.pending) == MOST_PENDING:
@@ -51,7 +51,7 @@ class Exact:
         else:
             self.total += numerator * (UNIT // denominator)
 
-    def read(self) -> int:
+    def units(self) -> int:
         """Return the sum of the finite numbers in parts of 1 / UNIT; waits for the device."""
         self._join()
         for numbers in self.joined:
@@ -61,7 +61,7 @@ class Exact:
         return self.total
 
     def __float__(self) -> float:
-        return self.read() / UNIT + self.lost
+        return self.units() / UNIT + self.lost
 
 
 class Sums:
@@ -94,16 +94,16 @@ class Sums:
         share = count / self.ranks
         for loss in losses:
             weighted = loss * share
-            self.rows[LOSS][0].add(weighted)
+            self.rows[LOSS][0].include(weighted)
             self._note(weighted, 0)
         self._note(count, 1)
         if distributed.is_rank_zero():  # it is the same on all
-            self.rows[LOSS][1].add(count)
+            self.rows[LOSS][1].include(count)
         for name, value in named.items():
             row = self.rows.setdefault(name, (Exact(), Exact()))
             pair = value if isinstance(value, Sequence) else (value,)
             for column, number in zip(row, pair, strict=False):
-                column.add(number)
+                column.include(number)
 
     def _note(self, number: Number, column: int) -> None:
         """Add to what `loss_since_log` returns, rounded, without reading the device."""
@@ -131,7 +131,7 @@ class Sums:
 
     def _of_all(self) -> dict[str, tuple[int, int]]:
         """Return the sums of all ranks, by name, in parts of 1 / UNIT."""
-        mine = {name: [each.read() for each in row] for name, row in self.rows.items()}
+        mine = {name: [each.units() for each in row] for name, row in self.rows.items()}
         of_ranks = distributed.gather_objects(mine)
         found = {}
         for name in mine:
@@ -139,7 +139,7 @@ class Sums:
             found[name] = sum(total), sum(count)
         return found
 
-    def state(self) -> State:
+    def kept(self) -> State:
         """Return what a checkpoint keeps: the sums of all ranks; all have to call it."""
         sums = {
             name: {"total": [hex(column) for column in row]}
@@ -158,7 +158,7 @@ class Sums:
                 column.total = int(total, 16)
             for rank in each.get("ranks", ()):  # of version 3.0
                 for column, number in zip(row, rank, strict=True):
-                    column.add(number)
+                    column.include(number)
 
 
 def progress_line(state: State, steps: int, of_epochs: str = "epochs") -> str:
