@@ -136,9 +136,10 @@ class ValSampler(Sampler[list[Key]]):
         return len(self._starts())
 
     def __iter__(self) -> Iterator[list[Key]]:
+        indices = range(self.total)
         for start in self._starts():
-            stop = min(start + self.batch_size, self.total)  # the last may be smaller
-            yield [Key(0, index, is_val=True) for index in range(start, stop)]
+            batch = indices[start : start + self.batch_size]  # the last may be smaller
+            yield [Key(0, index, is_val=True) for index in batch]
 
 
 class Loader(DataLoader):
@@ -186,8 +187,10 @@ class Loader(DataLoader):
         if self.seeded.is_any:
             return batches
         format = normalizing.format_of(self)
-        parts = batches_by_size(batches)
-        return (normalizing.move(batch, devices.CPU, format) for batch in parts)
+        return (
+            normalizing.move(batch, devices.CPU, format)
+            for batch in batches_by_size(batches)
+        )
 
     def raw(self, epoch: int = 0, seen: int = 0) -> Iterator:
         """Return this rank's batches as samples have them, without the first `seen` samples."""
@@ -303,14 +306,14 @@ def explain_loading(error: Exception) -> str | UserError | None:
     text = " ".join(str(error).split())
     # torch's words
     death = r"DataLoader (?:worker \(pid(?:\(s\))? ([\d, ]+)\)|timed out)"
-    found = re.search(death, text)
-    if not found:
+    words = re.search(death, text)
+    if not words:
         return None
     fault = find_fault()
     if isinstance(fault, UserError):
         return fault
     # none if a worker hangs: then all that are reading
-    pids = re.findall(r"\d+", found[1] or "")
+    pids = re.findall(r"\d+", words[1] or "")
     at: dict[int, str] = {}
     for seeded in Seeded.in_use:
         for pid, sample in zip(seeded.reading[::2], seeded.reading[1::2], strict=True):
@@ -351,16 +354,16 @@ class Collate:
         return batches if len(batches) > 1 else batches[0]
 
 
-def batches_by_size(found: Iterable[list]) -> Iterator[list]:
+def batches_by_size(batches: Iterable[list]) -> Iterator[list]:
     """Yield the batches that a loader with `Collate` returns, each of one size of image."""
-    for batch in found:
+    for batch in batches:
         yield from batch if isinstance(batch, Groups) else [batch]
 
 
 def started(loader: Any) -> Iterator:
     """Return an iterator over `loader`, whose workers outlive the signals that ask for a stop."""
     with process.holding_signals():
-        found = iter(loader)
-    if isinstance(found, _MultiProcessingDataLoaderIter):
-        children.note_iterator(found)
-    return found
+        batches = iter(loader)
+    if isinstance(batches, _MultiProcessingDataLoaderIter):
+        children.note_iterator(batches)
+    return batches

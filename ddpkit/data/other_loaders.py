@@ -60,22 +60,22 @@ class Reading:
         """
         if isinstance(batches, loading.Loader) and batches.is_train:
             steps, passes = divmod(done, batches.sampler.accumulate)
-            found = batches.raw(epoch, steps * batches.sampler.global_batch)
-            return itertools.islice(batches.normalized(found), passes, None)
+            raw = batches.raw(epoch, steps * batches.sampler.global_batch)
+            return itertools.islice(batches.normalized(raw), passes, None)
         if isinstance(batches, Sequence):
             return iter(batches[done:])
         if is_resumed:
-            found = begun(batches, epoch)
+            rest = begun(batches, epoch)
             if done:
-                return found
+                return rest
             # What it was given was the end of the epoch before, which it is through with now.
         key = [self.seed, epoch, self._share(batches)]
         if number:
             key.append(number)
-        found = begun(batches, epoch, *key)
+        whole = begun(batches, epoch, *key)
         if done:
             distributed.print0(f"reading {done} batches again, which are left out")
-        return itertools.islice(found, done, None)
+        return itertools.islice(whole, done, None)
 
     def _share(self, batches: object) -> int:
         """Return this rank's number, or 0 on all ranks if they have to draw the same.
@@ -84,7 +84,7 @@ class Reading:
         ranks have seeded torch's generator, or one of the loader's own, with numbers of their own.
         """
         samplers = samplers_of(batches)
-        has_own = any(hasattr(part, "num_replicas") for part in samplers)
+        has_own = any(hasattr(each, "num_replicas") for each in samplers)
         generators = generators_in(batches, *samplers)
         if generators:
             states = [
@@ -154,16 +154,18 @@ class OtherSource:
         """As TrainSampler's."""
         done = seen // self.global_batch * self.passes
         batches = self.reading.rest(loader, epoch, done * self.turn)
+        mine = itertools.islice(
+            batches, distributed.rank() % self.turn, None, self.turn
+        )
         for _ in range(self.steps * self.passes - done):
-            some = list(itertools.islice(batches, self.turn))
-            if len(some) < self.turn:
+            batch = next(mine, None)
+            if batch is None:
                 raise UserError(
                     f"the training loader has less than {len(loader)} batches on rank "
                     f"{distributed.rank()}: its length has to be that of what this rank "
                     "reads"
                 )
-            # with a turn of 1 the only one
-            yield some[distributed.rank() % self.turn]
+            yield batch
 
 
 def turns(loader: object, begin: Callable[[], Iterator], use: str) -> int:
@@ -189,8 +191,8 @@ def _compare_ranks(loader: object, begin: Callable[[], Iterator], use: str) -> i
     size = getattr(loader, "batch_size", None) or MOST_COMPARED
     count = -(-MOST_COMPARED // size)  # batches, rounded up
     mine = _look(itertools.islice(begin(), count))
-    found = distributed.gather_objects(mine)
-    wholes, labels, do_vary = map(set, zip(*found, strict=True))
+    looks = distributed.gather_objects(mine)
+    wholes, labels, do_vary = map(set, zip(*looks, strict=True))
     if len(wholes) == 1:
         return ranks
     if len(wholes) < ranks:
@@ -219,38 +221,38 @@ def _look(batches: Iterator) -> tuple[int, int, bool]:
     # a rank's share may be empty, unlike what any other has
     read = list(batches) or [distributed.rank()]
     # and names and the like: what no augmentation changes
-    labels = [part for part in tree_leaves(read) if getattr(part, "ndim", 0) < 3]
-    values = [part.tolist() for part in labels if getattr(part, "ndim", 0)]
-    do_vary = any(len(set(map(str, each))) > 1 for each in values)
+    labels = [leaf for leaf in tree_leaves(read) if getattr(leaf, "ndim", 0) < 3]
+    do_vary = any(
+        len(set(map(str, leaf.tolist()))) > 1
+        for leaf in labels
+        if getattr(leaf, "ndim", 0)
+    )
     return samples.checksum(read), samples.checksum(labels), do_vary
 
 
 def _has_share(loader: object) -> bool:
     """Return whether a sampler or data set says which rank it is for; a UserError if not this."""
     here = distributed.world_size(), distributed.rank()
-    for part in [*samplers_of(loader), samples.dataset_of(loader)]:
-        share = getattr(part, "num_replicas", None), getattr(part, "rank", None)
+    for each in [*samplers_of(loader), samples.dataset_of(loader)]:
+        share = getattr(each, "num_replicas", None), getattr(each, "rank", None)
         if share == here:
             return True
         if None not in share:  # a sampler for several ranks
             raise UserError(
-                f"{type(part).__name__} has num_replicas and rank {share}, but this "
+                f"{type(each).__name__} has num_replicas and rank {share}, but this "
                 f"process is {here}: leave both arguments out"
             )
     return False
 
 
 def samplers_of(loader: object) -> list:
-    """Return the samplers of a loader, and those within them."""
-    places = [loader]
-    known = {id(loader), id(None)}  # `==` of an array of indices would be an array
-    for place in places:  # which grows
-        for name in ("batch_sampler", "sampler"):
-            part = getattr(place, name, None)
-            if id(part) not in known:
-                known.add(id(part))
-                places.append(part)
-    return places[1:]
+    """Return the samplers of a loader, and those within them; one may be there twice."""
+    samplers = []
+    for name in "batch_sampler", "sampler":
+        sampler = getattr(loader, name, None)
+        if sampler is not None:
+            samplers += [sampler, *samplers_of(sampler)]
+    return samplers
 
 
 def begun(loader: Any, epoch: int, *key: int) -> Iterator:
@@ -260,9 +262,9 @@ def begun(loader: Any, epoch: int, *key: int) -> Iterator:
         without one nothing is seeded.
     """
     samplers = samplers_of(loader)
-    for part in (loader, *samplers):
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)
+    for each in (loader, *samplers):
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)
     if hasattr(loader, "_num_iter_calls"):  # by which Fabric's loader does the same
         loader._num_iter_calls = epoch
     samples.tell_epoch(samples.dataset_of(loader), epoch)

@@ -1,6 +1,8 @@
 """What a data set hands to the loader: its samples, each with random numbers of its own."""
 
+import bisect
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -39,8 +41,9 @@ DIFFERS = (
     "generator in __getitem__ with torch.initial_seed()"
 )
 MapDataset = Any  # with len and samples by number
-# Of a million samples a checksum takes seconds, and a start asks for it several times.
-_checksums: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# Of lists `samples`, which it keeps: of a million a checksum takes seconds, and a start asks for it
+# several times.
+_checksums: dict[tuple, tuple[Sequence, int]] = {}
 
 
 def hash_key(*key: int) -> int:
@@ -78,6 +81,16 @@ def set_random_state(state: tuple) -> None:
     random.setstate(of_python)
     np.random.set_state(of_numpy)
     torch.set_rng_state(of_torch)
+
+
+@contextlib.contextmanager
+def keeping_random_state() -> Iterator[None]:
+    """Leave the generators of Python, NumPy and torch, on the CPU, as they were before."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)
 
 
 def be_deterministic() -> None:
@@ -197,46 +210,43 @@ class Seeded(Dataset):
     def __getitems__(self, keys: Sequence[Key]) -> list[tuple]:
         """Return the samples of a batch, for validation with their indices; DataLoader calls it."""
         samples = [self[key] for key in keys]
-        if keys[0].is_val:
-            if self.is_any:
-                return samples
-            # of any sizes: `Collate` makes batches of each
-            pairs = zip(samples, keys, strict=True)
+        pairs = list(zip(samples, keys, strict=True))
+        if not keys[0].is_val:
+            self._read_twice(pairs)
+        if self.is_any:
+            return samples
+        if keys[0].is_val:  # of any sizes: `Collate` makes batches of each
             return [(*sample, key.number) for sample, key in pairs]
-        if not self.is_any:
-            first = samples[0][0]
-            for key, sample in zip(keys, samples, strict=True):
-                image = sample[0]
-                # In a batch of both kinds uint8 would become float, but stay 0 to 255.
-                if (image.shape, image.dtype) != (first.shape, first.dtype):
-                    here = name(self.dataset, key.number)
-                    there = name(self.dataset, keys[0].number)
-                    raise UserError(
-                        f"{here} has {tuple(image.shape)}, {there} {tuple(first.shape)}, "
-                        f"{image.dtype} and {first.dtype}; let train_transform in dataset.py "
-                        "return one size, type"
-                    )
-        self.read_twice(keys, samples)
+        # In a batch of both types uint8 would become float, but stay 0 to 255.
+        kinds = {(image.shape, image.dtype): key.number for (image, *_), key in pairs}
+        if len(kinds) > 1:
+            texts = [
+                f"{name(self.dataset, index)} has {tuple(shape)}, {dtype}"
+                for (shape, dtype), index in kinds.items()
+            ]
+            raise UserError(
+                f"{'; '.join(texts[:2])}: let train_transform in dataset.py return one size, type"
+            )
         return samples
 
-    def read_twice(self, keys: Sequence[Key], samples: Sequence[tuple]) -> None:
+    def _read_twice(self, pairs: Sequence[tuple[tuple, Key]]) -> None:
         """Compare the first samples of a run with what a second read of them returns."""
         worker = get_worker_info()
         # In a debugger each would stop at a breakpoint twice.
         left = self.twice[0]
         if not left or (worker and worker.id) or distributed.any_debugged():
             return
-        after = random_state()  # from which a collate function goes on to draw
         until = time.monotonic() + 1  # where samples take long, a few have to do
-        for key, sample in zip(keys[:left], samples, strict=False):
-            self.twice[0] -= 1
-            if checksum(sample) != checksum(self[key]):
-                self.twice[:] = [0, key.number + 1]
-                break
-            if time.monotonic() > until:
-                self.twice[0] = 0
-                break
-        set_random_state(after)
+        with keeping_random_state():  # from which a collate function goes on to draw
+            for sample, key in pairs[:left]:
+                left -= 1
+                if checksum(sample) != checksum(self[key]):
+                    self.twice[1] = key.number + 1
+                    left = 0
+                if not left or time.monotonic() > until:
+                    left = 0
+                    break
+        self.twice[0] = left
 
     def say_unequal(self, batches: Iterator) -> Iterator:
         """Yield `batches`; say, once, if a sample was another when it was read again."""
@@ -319,9 +329,9 @@ class Seeded(Dataset):
                 f"{name(self.dataset, index)}: the second part of a sample is its target, and here "
                 f"it is an image {tuple(mask.shape)}: return (image, target, ...)"
             )
-        found = shorten([str(n) for n in np.unique(values[beyond]).tolist()])
+        wrong = shorten([str(n) for n in np.unique(values[beyond]).tolist()])
         raise UserError(
-            f"{name(self.dataset, index)}: the mask has {found}, but the classes are 0 to "
+            f"{name(self.dataset, index)}: the mask has {wrong}, but the classes are 0 to "
             f"{self.num_classes - 1} (without a label: 255, or -100); correct it, or return "
             "floats if they are no classes"
         )
@@ -353,27 +363,26 @@ def size(dataset: MapDataset) -> Any:
 
 def wrapped(dataset: object) -> list:
     """Return the data sets of a wrapper, such as Subset or ConcatDataset; of others none."""
-    found = getattr(dataset, "datasets", None)
-    if isinstance(found, Mapping):  # of a StackDataset
-        found = list(found.values())
-    if not isinstance(found, list | tuple):
-        found = [getattr(dataset, "dataset", None)]
+    inner = getattr(dataset, "datasets", None)
+    if isinstance(inner, Mapping):  # of a StackDataset
+        inner = list(inner.values())
+    if not isinstance(inner, list | tuple):
+        inner = [getattr(dataset, "dataset", None)]
     return [
         each
-        for each in found
+        for each in inner
         if hasattr(each, "__getitem__") or hasattr(each, "__iter__")
     ]
 
 
-def places(dataset: MapDataset, index: int) -> list[tuple]:
-    """Return where a sample is: `dataset` and its index, then those of the sets within it.
+def places(dataset: MapDataset, index: int) -> Iterator[tuple]:
+    """Yield where a sample is: `dataset` and its index, then those of the sets within it.
 
     From the outside to the inside, so that what somebody has put around a data set counts.
     """
-    found = [(dataset, index)]
-    for each, at in found:  # which grows
-        found += _inner(each, at)
-    return found
+    yield dataset, index
+    for inner, at in _inner(dataset, index):
+        yield from places(inner, at)
 
 
 def _inner(dataset: MapDataset, index: int) -> list[tuple]:
@@ -381,28 +390,27 @@ def _inner(dataset: MapDataset, index: int) -> list[tuple]:
 
     None of a wrapper with neither `indices` nor as many samples as it wraps: its order may be any.
     """
-    parts = wrapped(dataset)
-    sizes = [size(part) for part in parts]
+    sets = wrapped(dataset)
+    sizes = [size(each) for each in sets]
     total = size(dataset)
     if not total or None in sizes:
         return []
     index %= total
     indices: Any = getattr(dataset, "indices", None)
-    if len(parts) == 1 and hasattr(indices, "__len__") and len(indices) == total:
-        return [(parts[0], int(indices[index]))]  # as Subset
-    if sum(sizes) != total:  # as StackDataset, whose sample has parts of all
-        return [(part, index) for part in parts if size(part) == total]
-    for part, count in zip(parts, sizes, strict=True):
-        if index < count:
-            return [(part, index)]  # as ConcatDataset, or a transform of one
-        index -= count
-    return []
+    if len(sets) == 1 and hasattr(indices, "__len__") and len(indices) == total:
+        return [(sets[0], int(indices[index]))]  # as Subset
+    if sum(sizes) != total:  # as StackDataset, whose sample has something of all
+        return [(each, index) for each in sets if size(each) == total]
+    # as ConcatDataset, or a transform of one
+    ends = list(itertools.accumulate(sizes))
+    number = bisect.bisect_right(ends, index)
+    return [(sets[number], index - ends[number] + sizes[number])]
 
 
 def listed(dataset: object) -> Sequence:
     """Return the list `samples` of a data set, empty if it has none."""
-    found = getattr(dataset, "samples", None)
-    return found if isinstance(found, Sequence) else ()
+    samples = getattr(dataset, "samples", None)
+    return samples if isinstance(samples, Sequence) else ()
 
 
 def name(dataset: MapDataset, index: int) -> str:
@@ -428,8 +436,8 @@ def tell_epoch(dataset: object, epoch: int) -> None:
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)  # which is to tell what it wraps
         return
-    for part in wrapped(dataset):
-        tell_epoch(part, epoch)
+    for inner in wrapped(dataset):
+        tell_epoch(inner, epoch)
 
 
 def ordered(sample: object) -> tuple | None:
@@ -454,14 +462,13 @@ def is_pil(part: object) -> bool:
 
 def as_tensor(part: Any, is_image: bool) -> Any:
     """Return a PIL image or array as a tensor (C, H, W), or of a target (H, W)."""
-    if type(part) is Tensor or type(part) is int:
-        return part
     if isinstance(part, Tensor):
-        return part.as_subclass(Tensor)  # such as torchvision's, which are slower
-    if not is_pil(part) and not isinstance(part, np.ndarray):
+        return part.as_subclass(Tensor)  # torchvision's are slower
+    if is_pil(part):
+        if is_image and part.mode[0] not in "IF":
+            part = part.convert("RGB")  # of 8 bits or less
+    elif not isinstance(part, np.ndarray):
         return part
-    if is_image and is_pil(part) and part.mode[0] not in "IF":
-        part = part.convert("RGB")  # of 8 bits or less
     array = np.array(part)  # a copy, because an array may be read-only
     # torch takes this machine's order of bytes alone
     values = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
@@ -489,22 +496,23 @@ def _list_checksum(dataset: object) -> int:
     samples = listed(dataset)
     if not samples:
         return _checksum_within(dataset)
-    # whether it is the same list
+    # whether it is the same list, as it was
     key = id(samples), len(samples), repr([samples[0], samples[-1]])
-    with contextlib.suppress(TypeError):  # it has no hash
-        known = _checksums.get(dataset)
-        if known and known[0] == key:
-            return known[1]
+    if key not in _checksums:
+        _checksums[key] = samples, _rows_checksum(samples)
+    return _checksums[key][1]
+
+
+def _rows_checksum(samples: Sequence) -> int:
     total = 0
     for sample in samples:
-        parts = sample if isinstance(sample, tuple | list) else [sample]
+        values = sample if isinstance(sample, tuple | list) else [sample]
         # the folder may be another one on another machine
         values = [
-            os.path.basename(part) if isinstance(part, str) else part for part in parts
+            os.path.basename(value) if isinstance(value, str) else value
+            for value in values
         ]
         total = zlib.crc32(repr(values).encode(), total)
-    with contextlib.suppress(TypeError):
-        _checksums[dataset] = key, total
     return total
 
 
@@ -524,7 +532,6 @@ def first_checksums(loader: Any) -> dict[str, int]:
 
     A worker reads it if the loader has some: files that are opened for it are not inherited.
     """
-    outside = random_state()
     reads = DataLoader(
         loader.seeded,
         batch_size=None,
@@ -534,15 +541,15 @@ def first_checksums(loader: Any) -> dict[str, int]:
         worker_init_fn=loader.worker_init_fn,
         timeout=loader.timeout,
     )
-    read = list(reads)
-    set_random_state(outside)
+    with keeping_random_state():
+        read = list(reads)
     # what no augmentation changes; a mask may be turned with its image
     label = [part for part in read[0] if getattr(part, "ndim", 0) < 2]
-    found = {"label": checksum(label)}
+    checksums = {"label": checksum(label)}
     whole = {checksum(sample) for sample in read}
     if len(whole) == 1:
-        found["sample"] = whole.pop()
-    return found
+        checksums["sample"] = whole.pop()
+    return checksums
 
 
 def checksum(parts: object) -> int:

@@ -140,8 +140,7 @@ def check_formats(train_loader: object, val_loader: object) -> None:
         if find_format(samples.dataset_of(loader)):
             continue  # its uint8 images are normalised by the format
         # A set of one's own without a format: floats are taken as they are.
-        images = unpack(next(drawn(First(loader), 0)))[0]
-        if images.is_floating_point():
+        if unpack(next(drawn(First(loader), 0)))[0].is_floating_point():
             return
     raise UserError(
         f"training images are normalised by {train.keys()}, validation images by "
@@ -158,8 +157,7 @@ def say_floats(batch: object, val_loader: object) -> None:
     images = unpack(batch)[0]
     if images.dtype == torch.uint8:
         return
-    others = next(iter(First(val_loader)), None)
-    if others is not None and others[0].dtype == torch.uint8:
+    if any(batch[0].dtype == torch.uint8 for batch in First(val_loader)):
         mean, std = format_of(val_loader).statistics
         distributed.print0(
             "training images are floats, taken as they are, validation images uint8, normalised "

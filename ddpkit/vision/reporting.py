@@ -98,7 +98,7 @@ class Reporter:
         self.tracker = tracker
         if distributed.any_debugged():
             tqdm.monitor_interval = 0  # its thread would be one more row in each rank
-        self.bar = tqdm(disable=True)
+        self.bar: tqdm | None = None  # which starts a thread
         self.lines = EpochLines(epochs, classes)
         self.began = time.monotonic()
         self.waited = 0.0
@@ -163,9 +163,13 @@ class Reporter:
 
     def close(self) -> None:
         """Clear the progress bar and close the files, before any error is printed."""
-        self.bar.close()
+        self._close_bar()
         self.steps.close()
         self.board.close()
+
+    def _close_bar(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
 
     def _print_start(self, run: Run) -> None:
         """Print the start lines and write args.json: flags, versions, commit, device."""
@@ -251,7 +255,7 @@ class Reporter:
         of_all = batch_size * distributed.world_size()
         self.epoch = epoch
         self.began = time.monotonic()
-        self.bar = tqdm(
+        bar = self.bar = tqdm(
             total=passes * of_all,
             desc=f"epoch {epoch + 1}/{self.epochs}",
             unit="img",
@@ -259,7 +263,7 @@ class Reporter:
             # so that logs stay readable
             disable=not (self.active and _is_on_terminal()),
         )
-        self.steps.begin_epoch(self.bar)
+        self.steps.begin_epoch(bar)
         self.waited = 0.0
         self.images = 0
         failures.note_batch_size(batch_size)
@@ -269,7 +273,7 @@ class Reporter:
             self.images += of_all
             self.steps.count_images(of_all)
             yield batch
-            self.bar.update(of_all)
+            bar.update(of_all)
             asked = time.monotonic()
 
     def log_step(
@@ -294,7 +298,7 @@ class Reporter:
 
         Nothing if its steps were done before.
         """
-        self.bar.close()
+        self._close_bar()
         mine = torch.tensor(
             [self.waited, failures.peak(self.device)],
             dtype=torch.float64,

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 from generated import refusal
-from ranks import fork, on_ranks, wait
+from ranks import fork, on_ranks, setup, wait
 from torch import nn
 from torch.optim.lr_scheduler import (
     CyclicLR,
@@ -112,7 +112,7 @@ def test_disks_of_their_own(tmp_path: Path) -> None:
 @on_ranks(2, group=False)
 def test_a_save_that_takes_longer_than_collectives(tmp_path: Path) -> None:
     """The other ranks wait for it, whatever their time-out."""
-    distributed.setup(timeout=2)
+    setup(timeout=2)
     write = checkpoint.write_file
 
     def write_slowly(path: Path, state: dict) -> None:

@@ -1089,7 +1089,7 @@ def test_the_command(project: Project, tmp_path: Path) -> None:
     assert "2 in train, 1 in val; 3 classes" in done.out
     checked = project.run(out, "--workers", 0, script="ddpkit check", on=1).ok()
     assert "0 errors, 0 warnings" in checked.out
-    project.run(*words, script="ddpkit convert", on=1).refused("convert.main", out)
+    project.run(*words, script="ddpkit convert", on=1).refused("command.main", out)
     listed = project.run("--help", script="ddpkit convert", on=1).ok().out
     assert all(name in listed for name in formats.FORMATS)
 

@@ -102,7 +102,7 @@ def test_what_is_not_saved(project, data, trained, tmp_path, patch, code, text):
     ("rank", "act", "state", "hint"),
     [
         (0, distributed.barrier, r"in collective \d+, barrier", explaining.NOT_ALL),
-        (1, hang, r"after collective \d+, all_gather \(", explaining.LATE),
+        (1, hang, r"after collective \d+, all_reduce \(", explaining.LATE),
     ],
 )
 def test_ranks_that_wait(project, data, tmp_path, rank, act, state, hint):

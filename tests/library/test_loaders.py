@@ -483,7 +483,7 @@ def test_batches_of_both_kinds() -> None:
     """In training uint8 and float are refused in a batch; in evaluation each is right."""
     both = sets.ConcatDataset([Own([0], IMAGE + 9), Own([0], torch.ones(3, 4, 4))])
     seeded = samples.Seeded(both, 2, 0)
-    with refusal("samples.getitems", "sample 1", "torch.float32 and torch.uint8"):
+    with refusal("samples.getitems", "torch.uint8; sample 1", "torch.float32"):
         seeded.__getitems__([samples.Key(0, 0), samples.Key(0, 1)])
     loader = loading.val_loader(both, 2, classes=2, workers=0)
     found = [batch[0].dtype for batch in sources._dealt(loader)]

@@ -370,7 +370,7 @@ class TestCrops:
             mask.read((0, 0, 31, 40))
         with refusal("masks.translate", "mask.png", "value 7 in 400 pixels"):
             mask.read()
-        assert "value 7 in 400 pixels" in check.look(dataset, 0).error
+        assert "value 7 in 400 pixels" in check.look("train", dataset, 0).error
 
     def test_white_of_a_palette(self, tmp_path: Path) -> None:
         """Whether 255 is white or a value is a question for the whole file, not for a crop."""

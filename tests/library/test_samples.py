@@ -237,7 +237,8 @@ class TestSamples:
 
     def test_images_of_several_sizes(self) -> None:
         several = [(torch.zeros(3, 4, side, dtype=torch.uint8), 0) for side in (4, 5)]
-        with refusal("samples.getitems", "sample 1 has (3, 4, 5), sample 0 (3, 4, 4)"):
+        sizes = "sample 0 has (3, 4, 4)", "sample 1 has (3, 4, 5)"
+        with refusal("samples.getitems", *sizes):
             self.keyed(several).__getitems__([samples.Key(0, 0), samples.Key(0, 1)])
 
 
