@@ -166,7 +166,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 run.draw(confusion, worst)
 
 
-def wrap(model: nn.Module, virtual_ranks: int = 0) -> nn.Module:
+def wrap(
+    model: nn.Module, virtual_ranks: int = 0
+) -> DistributedDataParallel | ddpkit.VirtualRanks:
     """Have backward() average the gradients over the ranks; after unfreezing wrap again."""
     if virtual_ranks:
         return ddpkit.VirtualRanks(model, virtual_ranks)
@@ -179,7 +181,7 @@ def wrap(model: nn.Module, virtual_ranks: int = 0) -> nn.Module:
 
 def train_one_epoch(
     run: ddpkit.Run,
-    ddp_model: nn.Module,
+    ddp_model: DistributedDataParallel | ddpkit.VirtualRanks,
     criterion: ddpkit.Criterion,
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler,

@@ -39,6 +39,10 @@ class VirtualRanks(nn.Module):
         model = ddpkit.VirtualRanks(network, 8)
     """
 
+    require_backward_grad_sync = (
+        True  # of DistributedDataParallel; the passes say it here
+    )
+
     def __init__(self, module: nn.Module, ranks: int) -> None:
         super().__init__()
         self.module = module
@@ -133,7 +137,7 @@ class VirtualRanks(nn.Module):
         size = 1
         while self.sums and self.sums[-1][0] == size:
             _, before = self.sums.pop()
-            gradients = torch._foreach_add(before, gradients)
+            gradients = list(torch._foreach_add(before, gradients))
             size *= 2
         self.sums.append((size, gradients))
 
@@ -143,7 +147,7 @@ class VirtualRanks(nn.Module):
         self._take_gradients()
         _, gradients = self.sums.pop()
         while self.sums:  # of a number of virtual ranks that is no power of two
-            gradients = torch._foreach_add(self.sums.pop()[1], gradients)
+            gradients = list(torch._foreach_add(self.sums.pop()[1], gradients))
         for kind in {each.dtype for each in gradients}:
             some = [each for each in gradients if each.dtype == kind]
             total = add_ranks(torch.cat([each.flatten() for each in some]))

@@ -362,9 +362,11 @@ class Checkpoints:
         all virtual ranks of this process: for x, y in batches.
         """
         length = samples.size(batches)
-        virtual_ranks = getattr(getattr(batches, "sampler", None), "virtual_ranks", 0)
-        if virtual_ranks:
-            length = batches.sampler.steps
+        virtual_ranks = 0
+        if isinstance(batches, loading.Loader) and batches.is_train:
+            virtual_ranks = batches.sampler.virtual_ranks
+            if virtual_ranks:
+                length = batches.sampler.steps
 
         def begin() -> Iterator:
             rest = functools.partial(self._rest, batches)
@@ -720,7 +722,7 @@ class Checkpoints:
         is_resumed = self.step == self.first_step and any(
             part is batches for part in self.parts.values()
         )
-        if self.virtual:
+        if self.virtual and isinstance(batches, loading.Loader):
             return self._grouped(batches)
         return self.reading.rest(batches, self.epoch, self.done, is_resumed=is_resumed)
 
