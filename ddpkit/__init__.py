@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ddpkit.data.loading import train_loader, val_loader
     from ddpkit.data.sources import eval_batches
     from ddpkit.errors import NoLabelsError, UserError
-    from ddpkit.ranks.distributed import rank, rank_zero_first, rendezvous
+    from ddpkit.ranks.distributed import rank_zero_first, rendezvous
+    from ddpkit.ranks.virtual import VirtualRanks
     from ddpkit.run.criterion import Criterion
     from ddpkit.run.flags import Parser
     from ddpkit.run.folder import RunFolder
@@ -58,7 +59,8 @@ NAMES = {
     "data.loading": "train_loader val_loader",
     "data.sources": "eval_batches",
     "errors": "NoLabelsError UserError",
-    "ranks.distributed": "rank rank_zero_first rendezvous",
+    "ranks.distributed": "rank_zero_first rendezvous",
+    "ranks.virtual": "VirtualRanks",
     "run.criterion": "Criterion",
     "run.flags": "Parser",
     "run.folder": "RunFolder",

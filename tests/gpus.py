@@ -5,7 +5,7 @@ Real: torch.cuda, its caching and pinned allocators, streams and events, autogra
 Reducer, GradScaler, ProcessGroupNCCL with watchdog, time-outs and flight recorder. Made up: the
 CUDA runtime and NCCL (fakegpu/*.c), and the kernels (fakegpu/emulate.py computes on the CPU).
 Not there: cuDNN, its attention (--arch vit_b_16), cuBLAS, graphs, torch.compile's kernels,
---sync-bn, --fsdp, speed.
+SyncBatchNorm, --fsdp, speed.
 """
 
 import os

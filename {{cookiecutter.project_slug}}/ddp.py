@@ -1,7 +1,10 @@
 """How this process becomes one rank of many, in plain torch, and what ranks tell each other."""
 
 import contextlib
+import itertools
+import math
 from argparse import Namespace
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -47,6 +50,16 @@ def reduce_tensor(tensor: Tensor) -> Tensor:
     result = tensor.detach() + 0
     dist.all_reduce(result)
     return result
+
+
+def sum_exactly(numbers: Sequence[Tensor]) -> float:
+    """Return the sum of all ranks' scalars, rounded once: the same on any number of ranks.
+
+    Every rank has to call it. It waits for the device.
+    """
+    gathered = [[0.0]] * dist.get_world_size()
+    dist.all_gather_object(gathered, [number.item() for number in numbers])
+    return math.fsum(itertools.chain(*gathered))
 
 
 def sum_device(device: torch.device) -> torch.device:

@@ -71,12 +71,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The network, with the weights of --weights. Those of a checkpoint come last, by Run.
     model = build_model(args, classes, val_loader.channels, pretrained)
     model = model.to(device).to(memory_format=ddp.memory_layout(device))
-    if args.sync_bn:
-        if device.type in ("cpu", "mps"):
-            raise ddpkit.UserError(
-                "--sync-bn: torch has it on GPUs only, not Apple's; omit the flag"
-            )
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # criterion(outputs, targets) is the sum of the losses of a batch's labels, and
     # criterion.count(targets) their number.
     loss_module = build_criterion(args, train_set, classes)
@@ -108,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         accumulate=args.accumulate,
         seed=args.seed,
         workers=args.workers,
+        virtual_ranks=args.virtual_ranks,
     )
     # Training changes `trained`. With --ema, `model` is its average; `model` is what is
     # evaluated, saved and predicted with.
@@ -146,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         frozen = []
         if run.epoch < args.freeze_backbone:
             frozen = recipe.freeze_backbone(trained)
-        ddp_model = wrap(trained)
+        ddp_model = wrap(trained, args.virtual_ranks)
         # A count in a variable starts anew on resume: use numbers = run.numbers(mine=0), and
         # numbers.mine += 1 before run.end_epoch; for next(it), it = run.forever(loader).
         for epoch in range(run.epoch, args.epochs):
@@ -155,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if frozen and epoch == args.freeze_backbone:
                 for param in frozen:
                     param.requires_grad_(True)
-                ddp_model = wrap(trained)
+                ddp_model = wrap(trained, args.virtual_ranks)
             means = train_one_epoch(
                 run, ddp_model, criterion, optimizer, scheduler, scaler, ema, args
             )
@@ -171,8 +166,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 run.draw(confusion, worst)
 
 
-def wrap(model: nn.Module) -> DistributedDataParallel:
+def wrap(
+    model: nn.Module, virtual_ranks: int = 0
+) -> DistributedDataParallel | ddpkit.VirtualRanks:
     """Have backward() average the gradients over the ranks; after unfreezing wrap again."""
+    if virtual_ranks:
+        return ddpkit.VirtualRanks(model, virtual_ranks)
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     # BatchNorm's statistics become those of rank 0 at the end of an epoch, not in each
     # pass. Not an argument above, of which newer versions of torch warn.
@@ -182,7 +181,7 @@ def wrap(model: nn.Module) -> DistributedDataParallel:
 
 def train_one_epoch(
     run: ddpkit.Run,
-    ddp_model: DistributedDataParallel,
+    ddp_model: DistributedDataParallel | ddpkit.VirtualRanks,
     criterion: ddpkit.Criterion,
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler,
@@ -191,8 +190,7 @@ def train_one_epoch(
     args: Namespace,
 ) -> dict[str, float]:
     """Train on this rank's share of the rest of the epoch; return train_loss, of all ranks."""
-    rank = ddpkit.rank()  # noqa: F841  for conditions of breakpoints, such as rank == 1
-    world_size = torch.distributed.get_world_size()
+    world_size = run.ranks  # as torch.distributed's, or --virtual-ranks
     # Worth its time, as all batches have one shape.
     torch.backends.cudnn.benchmark = not args.deterministic
     recipe.set_training(ddp_model)  # train(), but for what is frozen
@@ -204,8 +202,9 @@ def train_one_epoch(
         # batches on all ranks, or 1e-6 if there are none.
         counts = [criterion.count(targets) for targets in batches.targets]
         count = ddp.reduce_tensor(torch.stack(counts).sum()).clamp(min=1e-6)
-        step_loss = 0.0
+        losses = []
         for n, (images, targets, *_) in enumerate(batches, 1):
+            rank = run.rank  # noqa: F841  for conditions of breakpoints, as rank == 1
             # As many labels as before: `count` has them.
             images, targets = transform_batch(images, targets, args, len(run.classes))
             # DDP averages the gradients over the ranks in backward(), once in a step.
@@ -217,7 +216,7 @@ def train_one_epoch(
             # A mean over the batch that you add to it, below, is mean / len(batches).
             loss = criterion(logits, targets) * world_size / count
             scaler.scale(loss).backward()
-            step_loss += loss.detach()
+            losses.append(loss.detach())
         # What changes gradients comes between this line and scaler.step.
         scaler.unscale_(optimizer)
         grad_norm = None
@@ -233,7 +232,7 @@ def train_one_epoch(
             ema.update(run.step)
         # Counts and logs the step. To count more: correct=(right, len(targets)), for whose
         # share over all steps and ranks, as run.means() returns it, or a number for its sum.
-        run.end_step(step_loss, count, grad_norm)
+        run.end_step(losses, count, grad_norm)
     # All ranks call this. It also gives them the BatchNorm statistics of rank 0.
     return run.means()
 
@@ -255,17 +254,19 @@ def evaluate(
     torch.backends.cudnn.benchmark = False  # takes seconds for each image size
     metrics.reset()
     place = ddp.sum_device(device)
-    totals = torch.zeros(2, dtype=torch.float64, device=place)
+    losses = []
+    counts = []
     worst = ddpkit.TopLosses(device)
     # Meanwhile the network is in evaluation mode.
     for images, targets, *_, indices in ddpkit.eval_batches(loader, model):
         with recipe.autocast(args.amp, device):
             logits = infer(model, images, args)
-        totals[0] += criterion(logits, targets).to(place)
-        totals[1] += criterion.count(targets).to(place)
+        losses.append(criterion(logits, targets))
+        counts.append(criterion.count(targets))
         metrics.update(logits.to(place), targets.to(place))
         worst.update(logits, targets, indices)
-    loss_sum, count = ddp.reduce_tensor(totals).tolist()
+    loss_sum = ddp.sum_exactly(losses)
+    count = ddp.sum_exactly(counts)
     # Exact over all ranks; after a signal all of them stop here.
     results, confusion = ddpkit.compute_metrics(metrics)
     if not count:

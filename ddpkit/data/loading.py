@@ -14,7 +14,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from ddpkit.data import normalizing, samples
 from ddpkit.data.samples import Key, MapDataset, Seeded, fingerprint
 from ddpkit.errors import UserError
-from ddpkit.ranks import children, devices, distributed, process
+from ddpkit.ranks import children, devices, distributed, process, virtual
 from ddpkit.ranks.cpus import cpu_share
 from ddpkit.ranks.workers import find_fault, running, worker_context
 
@@ -37,10 +37,15 @@ class TrainSampler(Sampler[Key]):
         accumulate: int,
         seed: int,
         sample_weights: Sequence[float] | Tensor | None = None,
+        virtual_ranks: int = 0,
     ) -> None:
-        ranks = distributed.world_size()
+        ranks = virtual_ranks or distributed.world_size()
+        self.virtual_ranks = virtual_ranks
+        self.ranks = ranks
+        self.here = virtual.share_of(ranks)
         self.total = samples.count_samples(dataset)
         self.accumulate = accumulate
+        self.passes = len(self.here) * accumulate  # of a step, in this process
         self.global_batch = batch_size * ranks * accumulate
         # of the optimizer, in a whole epoch
         self.steps = self.total // self.global_batch
@@ -63,6 +68,8 @@ class TrainSampler(Sampler[Key]):
             "seed": seed,
             "sampler": kind,
         }
+        if virtual_ranks:
+            self.order["virtual_ranks"] = virtual_ranks
         self.set_epoch(0)
 
     def _cumulate(self, weights: Sequence[float] | Tensor) -> Tensor:
@@ -98,7 +105,10 @@ class TrainSampler(Sampler[Key]):
         # Dealt in turn, so that a global batch is one stretch of the order.
         # What does not fill a global batch is left out.
         end = self.total - (self.total - self.seen) % self.global_batch
-        mine = order[self.seen + distributed.rank() : end : distributed.world_size()]
+        of_each = self.global_batch // self.ranks
+        dealt = order[self.seen : end].view(-1, of_each, self.ranks)
+        # In each step those of one virtual rank after the other.
+        mine = dealt[..., self.here.start : self.here.stop].transpose(1, 2).flatten()
         return (Key(self.epoch, number) for number in mine.tolist())
 
     def read_epoch(self, loader: Any, epoch: int, seen: int) -> Iterator:
@@ -210,6 +220,7 @@ def train_loader(
     seed: int = 0,
     workers: int | None = None,
     sample_weights: Sequence[float] | Tensor | None = None,
+    virtual_ranks: int = 0,
     **options: Any,
 ) -> Loader:
     """Return a DataLoader of this rank's share of `dataset`, in another order in each epoch.
@@ -226,13 +237,16 @@ def train_loader(
         16, and 0 under a debugger.
     sample_weights: one of each, not negative. Each epoch draws as many samples as there are, with
         replacement, in these proportions, such as 1 / the number of samples of their class.
+    virtual_ranks: of ddpkit.VirtualRanks, whose shares it reads; 0: the ranks that there are.
     options: others of DataLoader, such as collate_fn.
 
     Raises a UserError if there are fewer samples than a step takes, or other sample weights.
 
         train_loader = ddpkit.train_loader(train_set, 32, classes=classes)
     """
-    sampler = TrainSampler(dataset, batch_size, accumulate, seed, sample_weights)
+    sampler = TrainSampler(
+        dataset, batch_size, accumulate, seed, sample_weights, virtual_ranks
+    )
     how = {"batch_size": batch_size, "sampler": sampler}
     return Loader(dataset, classes, seed, workers, how, options)
 

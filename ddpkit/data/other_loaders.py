@@ -101,9 +101,10 @@ class OtherSource:
     """What Run has to know of any other loader, whose batches the ranks share."""
 
     def __init__(self, loader: Any, accumulate: int, seed: int = 0) -> None:
-        self.accumulate = accumulate
+        self.passes = accumulate  # of a step, on this rank
+        self.virtual_ranks = 0
         self.reading = Reading(seed)
-        ranks = distributed.world_size()
+        ranks = self.ranks = distributed.world_size()
         try:
             # Of shares of unequal length: all ranks take as many steps as the shortest
             # has.
@@ -142,7 +143,7 @@ class OtherSource:
                 "what it uses: ddpkit.train_loader, also with sample_weights=, does not"
             )
         elif ranks > 1:
-            batches = self.steps * self.accumulate * ranks
+            batches = self.steps * self.passes * ranks
             how = f"; each rank has batches of its own and takes them all, {batches} in all"
         distributed.print0(
             "the training loader is not ddpkit.train_loader(...): to resume within an epoch its "
@@ -151,12 +152,12 @@ class OtherSource:
 
     def read_epoch(self, loader: Any, epoch: int, seen: int) -> Iterator:
         """As TrainSampler's."""
-        done = seen // self.global_batch * self.accumulate
+        done = seen // self.global_batch * self.passes
         batches = self.reading.rest(loader, epoch, done * self.turn)
         mine = itertools.islice(
             batches, distributed.rank() % self.turn, None, self.turn
         )
-        for _ in range(self.steps * self.accumulate - done):
+        for _ in range(self.steps * self.passes - done):
             batch = next(mine, None)
             if batch is None:
                 raise UserError(

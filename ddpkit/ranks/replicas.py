@@ -15,10 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
+from ddpkit.ranks.virtual import VirtualRanks
 
 # The names of each prepared network's weights, in DDP's order
 _trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 _called: WeakSet[nn.Module] = WeakSet()  # of these, since the last optimizer step
+# What averages gradients over the ranks
+REPLICATED = DistributedDataParallel, VirtualRanks
 # By the bytes of each
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Wrappers of Fabric and accelerate, by class, and where each has what it wraps
@@ -40,7 +43,7 @@ def bare(part: Any) -> Any:
     for kind in type(part).__mro__:
         part = getattr(part, WRAPPERS.get(kind.__name__, ""), part)
     network = uncompiled(part)
-    return network.module if isinstance(network, DistributedDataParallel) else network
+    return network.module if isinstance(network, REPLICATED) else network
 
 
 def in_ddp(network: nn.Module) -> nn.Module:
@@ -86,6 +89,9 @@ def prepare_network(network: nn.Module) -> None:
         for name, each in ddp_model.named_parameters()
         if each.requires_grad
     ]
+    if isinstance(ddp_model, VirtualRanks):
+        ddp_model.register_forward_pre_hook(lambda module, _: _called.add(module))
+        return
     if not isinstance(ddp_model, DistributedDataParallel):
         if distributed.world_size() == 1:
             return
@@ -157,7 +163,7 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
 def check_called(network: nn.Module) -> None:
     """Raise a UserError unless `network`, if it is in DDP, was called since last time."""
     ddp_model = in_ddp(network)
-    if isinstance(ddp_model, DistributedDataParallel) and ddp_model not in _called:
+    if isinstance(ddp_model, REPLICATED) and ddp_model not in _called:
         raise UserError(
             "a step without a call of ddp_model, which averages the gradients over the ranks: "
             "compute the outputs with ddp_model(images), not with model or ddp_model.module, and "
@@ -278,6 +284,7 @@ def check_slopes(
     slopes: Sequence[tuple[Tensor, Tensor]],
     count: Tensor | float,
     passes: int,
+    ranks: int,
     scale: float,
 ) -> None:
     """Raise a UserError if the gradients of a step are of no mean over the labels of all ranks.
@@ -285,9 +292,8 @@ def check_slopes(
     What may be a part of it, by a weight of the owner's, is said in a line.
 
     slopes: the gradients that arrived at the criterion's sums, each with its batch's number of
-    labels. count: of labels, of all `passes` and ranks. scale: a GradScaler's.
+    labels. count: of labels, of all `passes` and `ranks`. scale: a GradScaler's.
     """
-    ranks = distributed.world_size()
     formula = "loss = criterion(outputs, targets) * world_size / count"
     right = scale * ranks / float(count)
 

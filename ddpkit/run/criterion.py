@@ -96,7 +96,7 @@ class Criterion(nn.Module):
                 labels = [targets]
             count = self.counts(*labels)
             if isinstance(count, Tensor):
-                return count.detach()
+                return widened(count.detach())
             return torch.full((), count, device=getattr(targets, "device", None))
         if not isinstance(targets, Tensor):
             raise UserError(
@@ -108,7 +108,7 @@ class Criterion(nn.Module):
         if isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss):
             weight = self.loss.weight
             if targets.is_floating_point() and weight is not None and self.kind == SUM:
-                return (targets.movedim(1, -1) @ weight).sum()
+                return widened((targets.movedim(1, -1) @ weight).sum())
         # of the classes
         has_shares = targets.ndim > 1 and targets.shape[1] == self.num_classes
         if has_shares and not isinstance(self.loss, ELEMENTWISE):
@@ -118,7 +118,7 @@ class Criterion(nn.Module):
         is_label = self._are_labels(targets)
         if weight is None:
             return is_label.sum()
-        return (weight[targets.where(is_label, 0)] * is_label).sum()
+        return widened((weight[targets.where(is_label, 0)] * is_label).sum())
 
     def _are_labels(self, targets: Tensor) -> Tensor:
         # of torch's losses, for which any other is a label
@@ -190,6 +190,15 @@ class Criterion(nn.Module):
                 'and passes change it; say which it is, ddpkit.Criterion(..., reduction="sum" or '
                 '"mean"), or return a sum, with a method count(targets) of what it is divided by'
             )
+
+
+def widened(number: Tensor) -> Tensor:
+    """Return a float as float64, which adds up the counts of a step without rounding.
+
+    Apple's GPUs have none.
+    """
+    is_exact = not number.is_floating_point() or number.device.type == "mps"
+    return number if is_exact else number.double()
 
 
 def guarded(outputs: Outputs, count: Tensor) -> Outputs:

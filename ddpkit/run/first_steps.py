@@ -19,7 +19,8 @@ MOST_VOID = 0.7  # of a mask's pixels; more is said
 class FirstSteps:
     """Watches the first two optimizer steps; reads the device in these.
 
-    parts: of the run, by name. passes: of a step. stepped: the optimizers that have taken a step;
+    parts: of the run, by name. passes: of a step, on each of the ranks. stepped: the optimizers
+        that have taken a step;
         others may come.
     """
 
@@ -29,10 +30,12 @@ class FirstSteps:
         optimizer: Optimizer,
         criterion: Criterion | None,
         passes: int,
+        ranks: int,
         stepped: Collection[Optimizer],
     ) -> None:
         self.optimizer = optimizer
         self.passes = passes
+        self.ranks = ranks
         self.stepped = stepped
         self.ended = 0  # steps
         # Of the criterion's sums, each with its batch's number of labels.
@@ -54,14 +57,16 @@ class FirstSteps:
             watch = criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
             self.hooks.append(watch)
 
-    def judge_step(self, loss: Tensor | float, count: Tensor | float) -> None:
+    def judge_step(
+        self, losses: Sequence[Tensor | float], count: Tensor | float
+    ) -> None:
         """Raise a UserError, or say a line, if the step is wrong.
 
-        loss: of this rank's batches. count: of labels of all ranks.
+        losses: of this rank's batches. count: of labels of all ranks.
         """
         self.ended += 1
         if self.ended == 1:
-            self._check_first(loss, count)
+            self._check_first(sum(map(float, losses)), count)
         if self.ended == 2:
             for hook in self.hooks:
                 hook.remove()
@@ -119,8 +124,8 @@ class FirstSteps:
                     "right only if its zero_grad() comes before its own backward()"
                 )
 
-    def _check_first(self, loss: Tensor | float, count: Tensor | float) -> None:
-        replicas.check_slopes(self.slopes, count, self.passes, self.scale)
+    def _check_first(self, whole: float, count: Tensor | float) -> None:
+        replicas.check_slopes(self.slopes, count, self.passes, self.ranks, self.scale)
         seen = sum(float(own) for _, own in self.slopes)
         seen = sum(distributed.gather_objects(seen))
         if self.slopes and seen < 0.999 * float(count):
@@ -131,7 +136,6 @@ class FirstSteps:
         say_void(self.masks)
         self.masks.clear()
         if self.passes > 1 and self.slopes:
-            whole = float(loss)
             part = float(self.of_criterion)
             if not math.isclose(whole, part, rel_tol=0.01):
                 distributed.print0(

@@ -59,20 +59,32 @@ class LossState:
 class Passes:
     """The batches of an optimizer step: each is on the device when its turn comes.
 
-    batches: of the loader, whose images have this format.
+    Their number, len(batches), is that of one rank, also if there are several virtual ones here.
+
+    batches: of the loader, whose images have this format. take: begins each pass.
     """
 
-    def __init__(self, batches: list, device: torch.device, format: Format) -> None:
+    def __init__(
+        self,
+        batches: list,
+        device: torch.device,
+        format: Format,
+        of_each: int,
+        take: Callable[..., Iterator],
+    ) -> None:
         self.batches = batches
+        self.of_each = of_each
+        self.take = take
         self.move = functools.partial(normalizing.move, device=device, format=format)
         self.device = device
         self.moved = [self.move(batches[0])] if len(batches) == 1 else None
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return self.of_each
 
     def __iter__(self) -> Iterator[tuple]:
-        return iter(self.moved or map(self.move, self.batches))
+        moved = self.moved or map(self.move, self.batches)
+        return self.take(moved, len(self.batches))
 
     @property
     def targets(self) -> Iterator[Any]:
@@ -163,8 +175,8 @@ class Run(Checkpoints):
             seed=kept.get("seed", 0),
         )
         self.seen = 0
-        self.sums = Sums(self.device)
-        passes = accumulate * distributed.world_size()  # of a step, on all ranks
+        self.sums = Sums(self.device, self.source.ranks)
+        passes = self.source.passes * distributed.world_size()  # of a step
         self.batch_size = self.source.global_batch // passes
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
         self.history: list[Row] = list(state.get("history", ()))
@@ -174,6 +186,7 @@ class Run(Checkpoints):
             seed=int(self.source.order["seed"]),
             **self._parts(scheduler, criterion, more),
         )
+        self.ranks = self.source.ranks
         self.chosen = Best(best, val_images, folder)
         # In a step each rank draws numbers of its own, as for dropout.
         self.draws_by_rank = True
@@ -184,7 +197,7 @@ class Run(Checkpoints):
         self.is_out = False  # of patience
         watched = criterion if isinstance(criterion, Criterion) else None
         self.first_steps = FirstSteps(
-            self.parts, optimizer, watched, accumulate, self.turns.stepped
+            self.parts, optimizer, watched, accumulate, self.ranks, self.turns.stepped
         )
         # as far as the checkpoint, and metrics.csv, which is written after it
         self.is_complete: bool = report.begin_run(self)
@@ -311,9 +324,13 @@ class Run(Checkpoints):
         """Print the checkpoint's progress and what has changed since."""
         steps = state["seen"] // state["global_batch"]
         line = progress_line(state, steps, f"of {self.last_epoch} epochs")
-        ranks = len(state["totals"])
+        ranks = state.get("ranks", len(state["totals"]))
         now = distributed.world_size()
-        if ranks != now:
+        virtual = self.source.virtual_ranks
+        before = state.get("virtual_ranks", 0)
+        if before != virtual:
+            line += f"; --virtual-ranks {before} then, {virtual} now: other bits follow"
+        elif ranks != now and not virtual:
             line += f"; {ranks} rank(s) then, {now} now: BatchNorm, dropout and rounding differ"
         known = (None, self.source.order["training_set"])
         # within an epoch `progress` says it
@@ -417,22 +434,25 @@ class Run(Checkpoints):
         sources.judged.discard(self.model)
         if self.model is not self.trained:
             self.model.train()  # for end_epoch to see whether it was evaluated
-        return self._turns(self._read_steps, networks, self.source.steps)
+        steps = self.source.steps
+        return self._turns(self._read_steps, networks, steps, self.source.virtual_ranks)
 
     def _read_steps(self) -> Iterator[tuple[int, Passes]]:
+        passes = self.source.passes
         found = self.report.progress(
             self.source.read_epoch(self.train_loader, self.epoch, self.seen),
             self.epoch,
-            passes=self.steps_left * self.accumulate,
+            passes=self.steps_left * passes,
             batch_size=self.batch_size,
         )
         format = normalizing.format_of(self.train_loader)
-        some = list(itertools.islice(found, self.accumulate))
+        some = list(itertools.islice(found, passes))
         while some:
             if not self.first_steps.ended:
                 sources.say_floats(some[0], self.val_loader)
-            yield self.done, Passes(some, self.device, format)
-            some = list(itertools.islice(found, self.accumulate))
+            how = self.accumulate, self._take_passes
+            yield self.done, Passes(some, self.device, format, *how)
+            some = list(itertools.islice(found, passes))
 
     @property
     def steps_left(self) -> int:
@@ -441,16 +461,16 @@ class Run(Checkpoints):
 
     def end_step(
         self,
-        loss: Tensor | float,
+        loss: Tensor | float | Sequence[Tensor],
         count: Tensor | float,
         grad_norm: Tensor | None = None,
         **sums: object,
     ) -> None:
         """Count an optimizer step, whose turn ends the loop's body: a save, or a stop, comes then.
 
-        loss: the sum of the losses of this rank's batches, whose mean over the ranks is that of the
-        step. count: of the labels of all ranks. grad_norm: of the gradients, for the log. sums: of
-        this rank, by name: numbers to add up, or (sum, count) of a mean; `means` has them of all
+        loss: the losses of this rank's batches, or their sum, whose mean over the ranks is that of
+        the step. count: of the labels of all ranks. grad_norm: of the gradients, for the log. sums:
+        of this rank, by name: numbers to add up, or (sum, count) of a mean; `means` has them of all
         steps and ranks.
         """
         for network in self.networks[:1]:  # others may be trained now and then
@@ -461,10 +481,9 @@ class Run(Checkpoints):
                     "ddpkit.eval_batches(loader, model), which gives the mode back, or call "
                     "recipe.set_training(ddp_model) after it"
                 )
-        if isinstance(loss, Tensor):
-            loss = loss.detach()
-        self.first_steps.judge_step(loss, count)
-        self.sums.add_step(loss, count, sums)
+        losses = loss if isinstance(loss, Sequence) else [loss]
+        self.first_steps.judge_step(losses, count)
+        self.sums.add_step(losses, count, sums)
         self.step += 1
         self.done += 1
         self.seen += self.source.global_batch
@@ -502,14 +521,13 @@ class Run(Checkpoints):
                     f"rank {rank} left the training loop at {self._position()} and other ranks did "
                     "not: all have to take the same number of steps"
                 )
-        totals = self.sums.reduced()
-        finite.check_losses(totals[0], self)
+        finite.check_losses(distributed.gather(self.sums.losses), self)
         if is_early:  # a run that resumes starts with the next epoch
             self.seen = self.source.total
             self.done = self.source.steps
         self.speed = self.report.speed()
         replicas.sync_networks(self.parts.values())
-        return self.sums.of_all_ranks(totals)
+        return self.sums.means_of_all()
 
     # The end of an epoch.
 
@@ -604,8 +622,9 @@ class Run(Checkpoints):
         state |= self.about
         state |= self.source.order
         state |= self.chosen.state()
-        state |= self.sums.taken(losses)
+        state |= self.sums.kept()
         state |= {
+            "totals": losses.tolist(),
             "global_batch": self.source.global_batch,
             "seen": self.seen,
             "history": self.history,

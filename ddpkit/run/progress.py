@@ -1,109 +1,164 @@
 """How far a run is, as a line; and the sums of an epoch's losses."""
 
-import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddpkit.ranks import devices, distributed
+from ddpkit.ranks import distributed
 from ddpkit.run.states import State
 
 LOSS = "train_loss"
+MOST_PENDING = 500  # numbers that are one tensor each; then they are joined
+UNIT = 2**1074  # a float is a whole number of such parts of 1
+Number = Tensor | float
+
+
+class Exact:
+    """A sum of numbers that is rounded once, at its end: the same in any order.
+
+    Numbers on a device stay there until the sum is read.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0  # in parts of 1 / UNIT
+        self.lost = 0.0  # NaN or infinite, if a number was
+        self.pending: list[Tensor] = []
+        self.joined: list[Tensor] = []
+
+    def include(self, number: Number) -> None:
+        if isinstance(number, Tensor):
+            self.pending.append(number.detach())
+            if len(self.pending) == MOST_PENDING:
+                self._join()
+        else:
+            self._add_float(float(number))
+
+    def _join(self) -> None:
+        kinds = {(each.dtype, each.device) for each in self.pending}
+        if len(kinds) > 1:  # torch would take them to one, in which some may be rounded
+            self.pending = [each.cpu().double() for each in self.pending]
+        if self.pending:
+            self.joined.append(torch.stack(self.pending))
+            self.pending = []
+
+    def _add_float(self, number: float) -> None:
+        try:
+            numerator, denominator = number.as_integer_ratio()
+        except (OverflowError, ValueError):
+            self.lost += number
+        else:
+            self.total += numerator * (UNIT // denominator)
+
+    def units(self) -> int:
+        """Return the sum of the finite numbers in parts of 1 / UNIT; waits for the device."""
+        self._join()
+        for numbers in self.joined:
+            for number in numbers.tolist():
+                self._add_float(number)
+        self.joined = []
+        return self.total
+
+    def __float__(self) -> float:
+        return self.units() / UNIT + self.lost
 
 
 class Sums:
     """This rank's sums over the steps of an epoch, by name, without reading the device.
 
-    device: of what is added. Each has two columns, float64: the sum, and that by which it is
-    divided, which is 0 if it is no mean. The first is the loss.
+    device: of what is added. ranks: how many there are, virtual ones, too. Each has two columns:
+    the sum, and that by which it is divided, 0 if it is no mean. The first is the loss.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: int) -> None:
         self.device = device
-        self.sums_device = devices.for_sums(device)
+        self.ranks = ranks
         self.clear()
 
     def clear(self) -> None:
-        self.rows: dict[str, Tensor] = collections.defaultdict(self._row)
-        self.logged = self.rows[LOSS].clone()  # what the log has of the loss
-        # what is to be added, in the order of the steps, still on the device
-        self.pending: list[tuple[str, Sequence[Tensor | float], float]] = []
-
-    def _row(self) -> Tensor:
-        return torch.zeros(2, dtype=torch.float64, device=self.sums_device)
+        self.rows = {LOSS: (Exact(), Exact())}
+        # On the device, since the log's last line: losses with their count.
+        self.recent: list[Tensor] = []
 
     def add_step(
-        self, loss: Tensor | float, count: Tensor | float, named: Mapping[str, Any]
+        self,
+        losses: Sequence[Number],
+        count: Number,
+        named: Mapping[str, Any],
     ) -> None:
         """Add those of a step: of losses a mean, whose mean over the ranks is that of the step.
 
         count: of the labels of all ranks. named: of this rank, a number, or a sum and its count.
         """
-        share = 1 / distributed.world_size()
-        self.pending.append((LOSS, (loss * count, count), share))
+        share = count / self.ranks
+        for loss in losses:
+            weighted = loss * share
+            self.rows[LOSS][0].include(weighted)
+            self._note(weighted, 0)
+        self._note(count, 1)
+        if distributed.is_rank_zero():  # it is the same on all
+            self.rows[LOSS][1].include(count)
         for name, value in named.items():
+            row = self.rows.setdefault(name, (Exact(), Exact()))
             pair = value if isinstance(value, Sequence) else (value,)
-            self.pending.append((name, pair, 1))
-        # To sums on the CPU they go when these are read: a copy in each step would wait.
-        if self.sums_device == self.device:
-            self._add_pending()
+            for column, number in zip(row, pair, strict=False):
+                column.include(number)
 
-    def _add_pending(self) -> None:
-        for name, pair, share in self.pending:
-            for column, value in enumerate(pair):
-                if isinstance(value, Tensor):
-                    value = value.detach().to(self.sums_device)
-                self.rows[name][column].add_(value, alpha=share)
-        self.pending.clear()
-
-    @property
-    def losses(self) -> Tensor:
-        """The sum of this rank's losses, and their count, float64 (2,)."""
-        self._add_pending()
-        return self.rows[LOSS]
+    def _note(self, number: Number, column: int) -> None:
+        """Add to what `loss_since_log` returns, rounded, without reading the device."""
+        if not self.recent:
+            self.recent = [torch.zeros(2, device=self.device)]
+        self.recent[0][column].add_(number)
 
     def loss_since_log(self) -> Tensor:
         """Return the mean loss over all ranks since the call before; all have to call it."""
-        loss, count = distributed.reduce_tensor(self.losses - self.logged)
-        self.logged = self.losses.clone()
-        return loss / count
+        loss, count = self.recent.pop()
+        return distributed.reduce_tensor(loss) / count
 
-    def reduced(self) -> Tensor:
-        """Return the sums of all ranks, float64 (names, 2); all have to call it."""
-        self._add_pending()
-        return distributed.reduce_tensor(torch.stack(list(self.rows.values())))
+    @property
+    def losses(self) -> Tensor:
+        """The sum of this rank's losses, and rank 0's of their count, float64 (2,)."""
+        loss, count = self.rows[LOSS]
+        return torch.tensor([float(loss), float(count)], dtype=torch.float64)
 
-    def of_all_ranks(self, totals: Tensor) -> dict[str, float]:
-        """Return by name the means, and the sums of what has no count; totals: `reduced`."""
-        values = {}
-        for name, (total, count) in zip(self.rows, totals.tolist(), strict=True):
-            # class weights may make the count small
-            values[name] = total / count if count else total
-        return values
+    def means_of_all(self) -> dict[str, float]:
+        """Return by name the means, and the sums of what has no count; all have to call it."""
+        return {
+            name: total / (count or UNIT)
+            for name, (total, count) in self._of_all().items()
+        }
 
-    def taken(self, losses: Tensor) -> State:
-        """Return what a checkpoint keeps; losses: of all ranks, (ranks, 2)."""
-        self._add_pending()
-        sums = {}
-        for name, row in self.rows.items():
-            if name != LOSS:
-                sums[name] = {"ranks": distributed.gather(row).tolist()}
-        return {"totals": losses.tolist(), "sums": sums}
+    def _of_all(self) -> dict[str, tuple[int, int]]:
+        """Return the sums of all ranks, by name, in parts of 1 / UNIT."""
+        mine = {name: [each.units() for each in row] for name, row in self.rows.items()}
+        of_ranks = distributed.gather_objects(mine)
+        found = {}
+        for name in mine:
+            total, count = zip(*[each[name] for each in of_ranks], strict=True)
+            found[name] = sum(total), sum(count)
+        return found
+
+    def kept(self) -> State:
+        """Return what a checkpoint keeps: the sums of all ranks; all have to call it."""
+        sums = {
+            name: {"total": [hex(column) for column in row]}
+            for name, row in self._of_all().items()
+        }
+        return {"sums": sums}
 
     def resume(self, state: State) -> None:
-        """Go on with the sums of a checkpoint; rank 0 with all, if the ranks were others."""
-        saved = {LOSS: state["totals"]}
-        for name, each in state.get("sums", {}).items():
-            saved[name] = each["ranks"]
-        for name, rows in saved.items():
-            ranks = self.rows[name].new_tensor(rows)
-            if len(ranks) == distributed.world_size():
-                self.rows[name] += ranks[distributed.rank()]
-            elif distributed.is_rank_zero():
-                self.rows[name] += ranks.sum(0)
-        self.logged = self.rows[LOSS].clone()
+        """Go on with the sums of a checkpoint, which rank 0 has from there on."""
+        saved = {LOSS: {"ranks": state["totals"]}, **state.get("sums", {})}
+        for name, each in saved.items():
+            row = self.rows[name] = (Exact(), Exact())
+            if not distributed.is_rank_zero():
+                continue
+            for column, total in zip(row, each.get("total", ()), strict=False):
+                column.total = int(total, 16)
+            for rank in each.get("ranks", ()):  # of version 3.0
+                for column, number in zip(row, rank, strict=True):
+                    column.include(number)
 
 
 def progress_line(state: State, steps: int, of_epochs: str = "epochs") -> str:

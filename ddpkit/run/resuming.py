@@ -11,6 +11,7 @@ import contextlib
 import copy
 import enum
 import functools
+import itertools
 import math
 import random
 import re
@@ -36,6 +37,7 @@ from ddpkit.ranks.stopping import (
     note_kept,
     on_signals,
 )
+from ddpkit.ranks.virtual import VirtualRanks
 from ddpkit.run import checkpoint, states
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import progress_line
@@ -144,6 +146,17 @@ class Forever:
         self.batches = self._batches()
 
 
+class Group:
+    """The batches of a step, of all virtual ranks of this process; a loop begins each pass."""
+
+    def __init__(self, batches: Iterable, take: Callable[..., Iterator]) -> None:
+        self.batches = list(batches)
+        self.take = take
+
+    def __iter__(self) -> Iterator:
+        return self.take(self.batches, len(self.batches))
+
+
 class Steps:
     """A loop over steps, of which an epoch has one. Its length is that of a whole epoch."""
 
@@ -184,6 +197,7 @@ class Checkpoints:
         have seeded torch alike, else those of each rank.
 
     epoch, step: those that are done. done: the steps of the epoch that are. best: the best score.
+    ranks: how many there are, virtual ones with VirtualRanks. rank: which one a pass is of.
 
     Raises a UserError if the folder cannot be written, or if its checkpoint does not fit.
 
@@ -223,6 +237,9 @@ class Checkpoints:
         self.draws_by_rank = self.reading.is_seeded_by_rank
         # of the key of the random numbers outside of steps
         self.share_outside = distributed.rank() * self.draws_by_rank
+        self.ranks = distributed.world_size()
+        self.rank = distributed.rank()
+        self.virtual: list[VirtualRanks] = []  # networks, of this loop
         self.streams: dict[int, random.Random] = {}
         self.first_step = 0  # of this process
         self.phase = Phase.OUTSIDE
@@ -232,8 +249,8 @@ class Checkpoints:
         self.variables = LoopVariables(self.name)
         self.unsaved = Unsaved(type(self).__name__, self.parts, self.turns.stepped)
         self.later: dict[str, State] = {}  # saved states of parts that are made later
-        # of networks, this rank's own: DistributedDataParallel gives all those of rank 0
-        self.buffers: dict[str, State] = {}
+        # of networks, those of each rank: DistributedDataParallel gives all those of rank 0
+        self.buffers: dict[str, list[State]] = {}
         if not isinstance(folder, RunFolder):
             folder = RunFolder(folder, resume, read_own)
             folder.find_checkpoint()
@@ -341,12 +358,19 @@ class Checkpoints:
         There is one loop in an epoch. Each step begins with random numbers of its own. Saves if
         that is due, and, without `epochs`, at the end; after a signal all ranks leave after the
         same step. Both wait for a turn in which an optimizer takes a step, if gradients are added
-        up over several.
+        up over several. With `VirtualRanks`, and a train_loader of them, a turn has the batches of
+        all virtual ranks of this process: for x, y in batches.
         """
         length = samples.size(batches)
+        virtual_ranks = 0
+        if isinstance(batches, loading.Loader) and batches.is_train:
+            virtual_ranks = batches.sampler.virtual_ranks
+            if virtual_ranks:
+                length = batches.sampler.steps
 
         def begin() -> Iterator:
-            return self._turns(lambda: self._rest(batches), networks, length)
+            rest = functools.partial(self._rest, batches)
+            return self._turns(rest, networks, length, virtual_ranks)
 
         return Steps(length, begin)
 
@@ -355,14 +379,14 @@ class Checkpoints:
         begin: Callable[[], Iterator],
         networks: Sequence[nn.Module],
         length: int | None,
+        virtual_ranks: int = 0,
     ) -> Iterator:
         """Yield what is left of the batches of an epoch, which has `length`, if that is known."""
         self._keep_changes()
         for network in networks:
             replicas.prepare_network(network)
-        for name, buffers in self.buffers.items():
-            states.load_module(self.parts[name], buffers, strict=False)
-        self.buffers.clear()
+        self._find_virtual(networks, virtual_ranks)
+        self._load_buffers()
         if self.step == self.first_step:
             self._say_frozen()
             self.unsaved.note_networks()
@@ -370,9 +394,7 @@ class Checkpoints:
             rest = begin()
             self._keep_before_last(length)
             for batch in rest:
-                share = distributed.rank() * self.draws_by_rank
-                samples.seed(self.seed, self.epoch, self.done, share)
-                self.streams.clear()
+                self._begin_rank(self.ranks if self.virtual else self.rank)
                 self.turns.count += 1
                 before = self.step
                 self.begun = self.done + 1
@@ -383,6 +405,55 @@ class Checkpoints:
                 self._keep_before_last(length)
             if self.phase is Phase.STEPS and length is None:
                 self._write()  # there was no telling which step would be the last
+
+    def _find_virtual(self, networks: Sequence[nn.Module], of_loader: int) -> None:
+        """Find the networks of virtual ranks; a UserError if the loader has other ranks."""
+        found = [replicas.in_ddp(each) for each in networks]
+        self.virtual = [each for each in found if isinstance(each, VirtualRanks)]
+        for of_network in {each.ranks for each in self.virtual} or {0}:
+            if of_network != of_loader:
+                raise UserError(
+                    f"the training loader has virtual_ranks={of_loader}, a network given to "
+                    f"{self.name}.steps {of_network}: give both the same, and steps VirtualRanks"
+                )
+        self.ranks = of_loader or distributed.world_size()
+        self.rank = distributed.rank()
+        if of_loader:
+            self.draws_by_rank = True
+            self.share_outside = 0
+
+    def _load_buffers(self) -> None:
+        """Give the networks the buffers that each rank has had in the epoch that goes on."""
+        virtual = {id(each.module): each for each in self.virtual}
+        for name, of_ranks in self.buffers.items():
+            part = self.parts[name]
+            if len(of_ranks) != self.ranks:
+                continue
+            if id(part) in virtual:
+                virtual[id(part)].load_buffers(of_ranks)
+            else:
+                states.load_module(part, of_ranks[self.rank], strict=False)
+        self.buffers.clear()
+
+    def _begin_rank(self, rank: int) -> None:
+        """Have what is drawn from here on be that rank's own, in this step."""
+        self.rank = rank
+        samples.seed(self.seed, self.epoch, self.done, rank * self.draws_by_rank)
+        self.streams.clear()
+
+    def _take_passes(self, batches: Iterable, count: int) -> Iterator:
+        """Yield the batches of a step; those of a virtual rank begin with its random numbers.
+
+        Before the first and after the last all processes draw alike, as a rank beyond all others.
+        """
+        for number, batch in enumerate(batches):
+            for network in self.virtual:
+                rank = network.begin_pass(number, count)
+                if rank != self.rank:
+                    self._begin_rank(rank)
+            yield batch
+        if self.virtual:
+            self._begin_rank(self.ranks)
 
     @contextlib.contextmanager
     def _in_loop(self) -> Iterator[None]:
@@ -494,7 +565,7 @@ class Checkpoints:
     @property
     def own(self) -> random.Random:
         """What draws numbers of this rank's own, in each step others."""
-        return self._stream(1 + distributed.rank())
+        return self._stream(1 + self.rank)
 
     def _stream(self, number: int) -> random.Random:
         if number not in self.streams:
@@ -544,7 +615,7 @@ class Checkpoints:
         taken = states.take_states(self.parts)
         return {
             "parts": taken,
-            "of_ranks": states.compare_ranks(self.parts, taken),
+            "of_ranks": states.compare_ranks(self.parts, taken, self.virtual),
             "kinds": states.kinds(self.parts),
             "resumed_from": self.folder.resume,
             "ranks": distributed.world_size(),
@@ -600,10 +671,11 @@ class Checkpoints:
         self.draws_by_rank = state.get("draws_by_rank", True)
         mine = dict(saved)
         for name, each in state.get("of_ranks", {}).items():
-            is_network = isinstance(self.parts.get(name), nn.Module)
-            if len(each) == distributed.world_size():
-                (self.buffers if is_network else mine)[name] = each[distributed.rank()]
-            elif not is_network:
+            if isinstance(self.parts.get(name), nn.Module):
+                self.buffers[name] = each
+            elif len(each) == distributed.world_size():
+                mine[name] = each[distributed.rank()]
+            else:
                 raise UserError(
                     f"{state['path']}: {name} had a state of its own on each of {len(each)} ranks: "
                     f"resume on as many; {TO_UNDO}"
@@ -634,7 +706,8 @@ class Checkpoints:
 
     def _rest(self, batches: Iterable) -> Iterator:
         """Return an iterator over what is left of the epoch's `batches`."""
-        global_batch = getattr(getattr(batches, "sampler", None), "global_batch", 0)
+        sampler = getattr(batches, "sampler", None)
+        global_batch = getattr(sampler, "global_batch", 0)
         ranks = distributed.world_size()
         reason = ""  # why other batches would follow
         if global_batch:
@@ -649,7 +722,18 @@ class Checkpoints:
         is_resumed = self.step == self.first_step and any(
             part is batches for part in self.parts.values()
         )
+        if self.virtual and isinstance(batches, loading.Loader):
+            return self._grouped(batches)
         return self.reading.rest(batches, self.epoch, self.done, is_resumed=is_resumed)
+
+    def _grouped(self, loader: loading.Loader) -> Iterator[Group]:
+        """Yield the batches of each step that is left, of all virtual ranks of this process."""
+        sampler = loader.sampler
+        rest = loader.normalized(
+            loader.raw(self.epoch, self.done * sampler.global_batch)
+        )
+        for _ in range(sampler.steps - self.done):
+            yield Group(itertools.islice(rest, sampler.passes), self._take_passes)
 
     def _leave(self) -> NoReturn:
         self._write_step()

@@ -179,13 +179,15 @@ class Reporter:
         name_of = getattr(torch.get_device_module(self.device), "get_device_name", None)
         if name_of:  # of a GPU
             device = name_of(self.device)
+        kind = "virtual " if source.virtual_ranks else ""
         val = ""
         # another may have a share of them
         if isinstance(run.val_loader, loading.Loader):
             val = f"{len(samples.dataset_of(run.val_loader))} validation images | "
         distributed.print0(
             f"{ranks} rank(s) on {device} | batch {run.batch_size} per rank x "
-            f"{ranks} rank(s) x {run.accumulate} accumulated = {source.global_batch}"
+            f"{run.ranks} {kind}rank(s) x {run.accumulate} accumulated = "
+            f"{source.global_batch}"
         )
         distributed.print0(
             f"{source.total} training + {val}{source.steps} steps per epoch"

@@ -108,9 +108,3 @@ def test_several_ranks(project: Project, few: Path, tmp_path: Path) -> None:
     assert "2 rank(s) on CPU" in done.out
     line = "Apple's GPU is for one process: 2 compute on the CPU\n"
     assert done.err == line
-
-
-def test_what_apples_gpu_lacks(project: Project, few: Path, tmp_path: Path) -> None:
-    renamed = project.copy(tmp_path / "project", ('"mps"', '"apple"'))
-    done = renamed.train(few, tmp_path / "out", "--sync-bn", on=1)
-    done.refused("main.main", "not Apple's")

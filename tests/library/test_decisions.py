@@ -750,13 +750,13 @@ def test_a_loss_that_is_a_sum() -> None:
     distributed.print0 = lines.append
     for scale in 1.0, 1024.0:
         right = torch.tensor(scale * 2 / 12)
-        replicas.check_slopes([(right, six), (right / 2, six)], count, 1, scale)
+        replicas.check_slopes([(right, six), (right / 2, six)], count, 1, 2, scale)
         assert lines == []
         with refusal(
             "replicas.check_slopes", "criterion(outputs, targets) * world_size / count"
         ):
-            replicas.check_slopes([(torch.tensor(scale), six)], count, 1, scale)
-        replicas.check_slopes([(right / 2, six)], count, 1, scale)
+            replicas.check_slopes([(torch.tensor(scale), six)], count, 1, 2, scale)
+        replicas.check_slopes([(right / 2, six)], count, 1, 2, scale)
         (line,) = lines
         assert "2 ranks" in line
         lines.clear()

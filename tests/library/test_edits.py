@@ -46,7 +46,7 @@ def edited(project: Project, tmp_path: Path) -> Edited:
 IMPORTS = "\n\ndef main(argv"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
-END = "        run.end_step(step_loss, count, grad_norm)"
+END = "        run.end_step(losses, count, grad_norm)"
 SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
 ONE_GROUP = (OPTIMIZER, OPTIMIZER.replace("groups", "model.parameters()"))
 TWO_LAMBDAS = (
@@ -253,11 +253,12 @@ LOSS = "            loss = criterion(logits, targets) * world_size / count\n"
 ZERO = "        optimizer.zero_grad()\n"
 JUDGE = "                model, val_loader, criterion, metrics, args\n            )\n            lr"
 SAMPLER = "        accumulate=args.accumulate,\n        seed=args.seed,\n"
-WRAPPED = "        ddp_model = wrap(trained)\n        # A"
-FREEZE = "        model.fc.requires_grad_(False)\n        ddp_model = wrap(trained)\n"
+WRAPPED = "        ddp_model = wrap(trained, args.virtual_ranks)\n        # A"
+FREEZE = "        model.fc.requires_grad_(False)\n"
+FREEZE += "        ddp_model = wrap(trained, args.virtual_ranks)\n"
 FREEZE += "        model.fc.requires_grad_()\n"
 FREEZE += "        # A"
-FROZEN = "        ddp_model = wrap(trained)\n"
+FROZEN = "        ddp_model = wrap(trained, args.virtual_ranks)\n"
 FROZEN += "        model.fc.requires_grad_(False)\n        # A"
 MISUSES = {  # more of a step: test_own_steps.py
     "a sum": (
@@ -307,7 +308,7 @@ EARLY = "\n\nclass Early:\n    waited = 0\n\n    def __init__(self):\n        se
 UNFROZEN = """
             if epoch == 1:
                 model.fc.requires_grad_(True)
-                ddp_model = wrap(trained)
+                ddp_model = wrap(trained, args.virtual_ranks)
             means = """
 
 
@@ -356,8 +357,8 @@ LOSSES = {
         (OF_LOSS, f"    loss_module = {FUNCTION}\n"),
         (ZERO, ""),
         (
-            "        step_loss = 0.0\n",
-            f"        step_loss = 0.0\n{ZERO}",
+            "        losses = []\n",
+            f"        losses = []\n{ZERO}",
         ),
         (", gradient_as_bucket_view=True)", ")"),
     ],

@@ -29,7 +29,7 @@ with ddpkit.explaining():
     torch.distributed.init_process_group(
         here.backend, None, here.timeout, here.world_size, here.rank, here.store
     )
-    if ddpkit.rank() == 0:
+    if torch.distributed.get_rank() == 0:
         distributed.barrier()
     time.sleep(60)
 """

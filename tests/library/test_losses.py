@@ -346,12 +346,17 @@ class Step:
         self.portions = portions
         self.classes = "abc"
         self.step = 7
+        self.rank = distributed.rank()
+        self.ranks = distributed.world_size()
 
     def steps(self, ddp_model: nn.Module) -> Iterator[tuple[int, loop.Passes]]:
         floats = [(x.float(), targets) for x, targets in self.portions]
-        yield 0, loop.Passes(floats, torch.device("cpu"), DEFAULT_FORMAT)
+        cpu = torch.device("cpu")
+        count = len(floats)
+        yield 0, loop.Passes(floats, cpu, DEFAULT_FORMAT, count, lambda x, _: iter(x))
 
-    def end_step(self, loss: Tensor, count: Tensor, norm: object) -> None:
+    def end_step(self, losses: list[Tensor], count: Tensor, norm: object) -> None:
+        loss = torch.stack(losses).sum()
         mean = float(distributed.reduce_tensor(loss)) / distributed.world_size()
         self.ended = mean, float(count)
 

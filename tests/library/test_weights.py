@@ -48,7 +48,7 @@ with failures.one_line_errors():
     args = parse_args(sys.argv[2:])
     ddp.setup(args.local_rank, args)
     net = model.build_model(args, ["one", "two"], pretrained=args.weights)
-    torch.save({"model": net.state_dict()}, f"{sys.argv[1]}/{ddpkit.rank()}.pt")
+    torch.save({"model": net.state_dict()}, f"{sys.argv[1]}/{torch.distributed.get_rank()}.pt")
     torch.distributed.destroy_process_group()
 """
 

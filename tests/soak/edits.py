@@ -23,7 +23,7 @@ AUTOCAST = "            with recipe.autocast(args.amp, images.device):\n"
 FORWARD = "                outputs = ddp_model(images)"
 BACKWARD = "            scaler.scale(loss).backward()\n"
 ZERO = "        optimizer.zero_grad()\n"
-FIRST = "        step_loss = 0.0\n"  # before the passes of a step
+FIRST = "        losses = []\n"  # before the passes of a step
 END = "        run.end_step("
 EVALUATION = (
     "            results, confusion, worst = evaluate(\n                model, val"

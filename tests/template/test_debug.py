@@ -1,6 +1,7 @@
 """F5, as VS Code does it: every launch configuration, every way to stop, attaching to a rank."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -24,6 +25,7 @@ from ports import free_port
 from ddpkit.ranks import distributed
 
 LOOP = " loss = "  # in the training loop; calls the library
+BACKWARD = "scaler.scale(loss).backward()"
 FIRST_READ = "self.open(index)"  # in __getitem__
 WRAP = "ddp_model = DistributedDataParallel("
 AFTER_WRAP = "ddp_model.broadcast_buffers"
@@ -109,7 +111,7 @@ def test_a_debugging_session(
         for number, rank in enumerate(debugger.go()):
             assert rank.threads()[0] == f"rank {number}"
             assert len(rank.threads()) > 1  # else VS Code does not show its name
-            assert rank.evaluate("ddpkit.rank()") == str(number)
+            assert rank.evaluate("torch.distributed.get_rank()") == str(number)
         held = debugger.held()[0]
         typed = {"text": "torch.distributed.", "column": 19}
         offered = held.ask("completions", {"frameId": held.frame["id"], **typed})
@@ -216,6 +218,41 @@ def test_one_process(own: Project, few: Path) -> None:
         assert worker.threads()[0] == "rank 0, worker 0"
         worker.disconnect()
         debugger.all_end()
+
+
+def test_as_several_ranks(
+    project: Project, own: Project, few: Path, tmp_path: Path
+) -> None:
+    """In one process it stops at what rank 3 of four has, to the last digit."""
+    flags = own.flags(few, "runs/debug", "--batch-size", 2)
+    condition = {"condition": "rank == 3"}
+    name = "As 4 ranks, in one process"
+    debugger = Debugger(own.folder)
+    debugger.set("main.py", BACKWARD, **condition)
+    debugger.launch(configuration(own.folder, name, flags=shlex.join(texts(flags))))
+    with debugger:
+        (process,) = debugger.stopped(1)
+        assert process.evaluate("rank") == "3"
+        there = process.evaluate("loss.item(), images.sum().item()")
+        debugger.stop()
+        debugger.all_end()
+
+    def patch() -> None:
+        backward = torch.Tensor.backward
+
+        def noted(loss: torch.Tensor, *words: object) -> None:
+            values = sys._getframe(1).f_locals
+            if int(os.environ["RANK"]) == 3 and "images" in values:
+                numbers = loss.item(), values["images"].sum().item()
+                print("rank 3:", numbers, flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            backward(loss, *words)
+
+        torch.Tensor.backward = noted
+
+    # DistributedDataParallel's ranks, without virtual ones
+    real = project.train(few, tmp_path / "out", "--batch-size", 2, on=4, patch=patch)
+    assert f"rank 3: {there}" in real.out
 
 
 @pytest.mark.parametrize("name", [F5, "One process"])

@@ -87,8 +87,8 @@ def folds():
         main.main([*flags, "--data", data, "--output-dir", f"{out}/{part}", "--fold", f"{part}/4"])
         if part in (2, 3):  # as at the end of many scripts
             torch.distributed.destroy_process_group()
-            time.sleep(1 - ddpkit.rank())  # the others find nothing of the old one
-    print("rank", ddpkit.rank(), "of", torch.distributed.get_world_size())
+            time.sleep(1 - torch.distributed.get_rank())  # the others find nothing of the old one
+    print("rank", torch.distributed.get_rank(), "of", torch.distributed.get_world_size())
 
 
 ddpkit.run_main(folds)

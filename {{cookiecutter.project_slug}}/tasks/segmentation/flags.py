@@ -41,6 +41,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group.add_argument("--epochs", type=positive, default=30, help="passes over the training set")
     group.add_argument("--batch-size", type=positive, default=32, help="images per rank and forward pass")
     group.add_argument("--accumulate", type=positive, default=1, help="forward passes per optimizer step")
+    group.add_argument("--virtual-ranks", type=count, default=0, metavar="N", help="train as N ranks would, to the bit, on however many there are; 0: as many as there are")
     group.add_argument("--lr", type=rate, help="peak learning rate (default: 0.1 for sgd, else 0.001)")
     group.add_argument("--workers", type=count, help="loader processes per rank (default: CPUs / ranks, at most 16)")
     group.add_argument("--amp", choices=("auto", "off", "bf16", "fp16"), default="auto", help="mixed precision; auto: bf16 or fp16 on GPUs, off on CPUs")
@@ -71,7 +72,6 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group.add_argument("--tracker", choices=("mlflow", "trackio", "wandb"), help="also log metrics there; offline as each of them is told to")
     group.add_argument("--log-every", type=count, default=50, metavar="STEPS", help="log loss, rate and speed every STEPS optimizer steps; 0: never")
     group.add_argument("--save-every", type=count, default=0, metavar="STEPS", help="also save every STEPS optimizer steps; 0: after each epoch")
-    group.add_argument("--sync-bn", action="store_true", help="BatchNorm over the images of all ranks; on GPUs only")
     group.add_argument("--deterministic", action="store_true", help="the same bits on GPUs; slower")
 
     group = parser.add_argument_group("ranks")

@@ -1,0 +1,199 @@
+"""Virtual ranks: the same bits on 1, 2 and 4 processes, also if their number changes on the way."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from generated import Done, Project, after_step, both_tasks, die, refusal, rows
+from ranks import on_ranks
+from torch import nn
+
+import ddpkit
+from ddpkit.data import samples
+from ddpkit.ranks import virtual
+
+FLAGS = "--virtual-ranks 4 --epochs 2 --batch-size 2 --save-every 1 --ema 0.9"
+OF_TASK = {
+    "classification": "--augment mixup,cutmix,color --freeze-backbone 1",
+    "segmentation": "--clip-grad-norm 1 --class-weights auto --augment color",
+}
+# What differs with the number of processes, or by chance
+OF_PROCESSES = {"ranks", "totals", "of_ranks", "args"}
+OF_SPEED = {"img_per_s", "train_seconds", "data_wait"}
+
+
+def ends(out: Path) -> tuple[dict, list]:
+    """Checksums of all that a run has come to, and the rows of metrics.csv in each digit."""
+    state = torch.load(out / "last.pt", weights_only=True)
+    del state["history"]
+    found = {
+        name: samples.checksum(each)
+        for name, each in state.items()
+        if name not in OF_PROCESSES
+    }
+    table = []
+    for row in rows(out):
+        table.append({name: row[name] for name in row.keys() - OF_SPEED})
+    return found, table
+
+
+@both_tasks
+def test_any_number_of_processes(project: Project, few: Path, tmp_path: Path) -> None:
+    """With BatchNorm, averages, mixup and loader workers; killed, and resumed on others."""
+
+    def train(name: str, on: int, *more: object, **how: Any) -> Done:
+        flags = f"{FLAGS} {OF_TASK[project.task]}".split()
+        return project.train(few, tmp_path / name, flags, *more, on=on, **how)
+
+    train("four", 4).ok()
+    expected = ends(tmp_path / "four")
+    train("one", 1, "--workers", 2).ok()
+    assert ends(tmp_path / "one") == expected
+    # in the first epoch, and in the second
+    for step, on in (2, 2), (3, 4):
+        killed = train("changing", on, patch=after_step(step, die))
+        assert killed.statuses == [-9] * on
+    said = train("changing", 1).ok().out
+    assert ends(tmp_path / "changing") == expected
+    assert "differ" not in said  # as other ranks do otherwise
+
+
+SCRIPT = '''
+import os, random, signal, sys
+import numpy, torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, dropout
+from torch.utils.data import TensorDataset
+import ddpkit
+
+class Net(nn.Module):
+    """With BatchNorm, a running state of its own in the outputs, and weights of some steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.last = nn.Linear(16, 3)
+        self.now_and_then = nn.Linear(16, 3)
+        self.never = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        found = self.first(x)
+        logits = self.last(dropout(found, 0.2, self.training))
+        if x.mean() > 0.5:
+            logits = logits + self.now_and_then(found)
+        self.mean.mul_(0.9).add_(logits.detach().mean(0), alpha=0.1)
+        return {"x": x, "logits": logits - self.mean}
+
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+else:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+generator = torch.Generator().manual_seed(1)
+data = TensorDataset(
+    torch.rand(100, 8, generator=generator), torch.randint(3, (100,), generator=generator)
+)
+loader = ddpkit.train_loader(data, 2, virtual_ranks=4, workers=0)
+net = Net()
+model = ddpkit.VirtualRanks(net, 4)
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+checkpoints = ddpkit.Checkpoints("run", model=model, optimizer=optimizer)
+for epoch in checkpoints.epochs(3):
+    for batches in checkpoints.steps(loader, model):
+        scale = random.random()  # on all processes alike
+        for inputs, labels in batches:
+            inputs = inputs + 0.1 * numpy.random.rand() + checkpoints.own.random()
+            loss = cross_entropy(model(inputs)["logits"], labels) * scale
+            if checkpoints.step == int(sys.argv[1]) and checkpoints.rank == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.01 * (0.5 + random.random())
+'''
+
+
+def test_a_script_of_ones_own(tmp_path: Path) -> None:
+    """It is stopped within an epoch on four processes, goes on on two, and ends on one."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def start(name: str, on: int, stop: int = -1) -> list[int]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        words = [str(stop)]
+        output = folder / "printed"
+        pids = ranks.start(on, str(tmp_path / "script.py"), words, output, folder, int)
+        statuses = ranks.wait(pids)
+        assert not ranks.said(output)[1]
+        return statuses
+
+    found = []
+    for on in 1, 2, 4:
+        assert start(f"{on}", on) == [0] * on
+        found.append(ends_of_script(tmp_path / f"{on}"))
+    assert start("changing", 4, 7) == [75] * 4
+    assert start("changing", 2, 20) == [75] * 2
+    assert start("changing", 1) == [0]
+    found.append(ends_of_script(tmp_path / "changing"))
+    assert found == found[:1] * 4
+    state = torch.load(tmp_path / "1" / "run" / "last.pt", weights_only=True)
+    of_ranks = state["of_ranks"]["model"]
+    assert len({tuple(each["mean"].tolist()) for each in of_ranks}) == 4
+    # of which the weights that no rank has used know nothing
+    names = state["parts"]["optimizer"]["state"].keys()
+    assert any("now_and_then" in name for name in names)
+    assert not any("never" in name for name in names)
+
+
+def ends_of_script(folder: Path) -> dict[str, int]:
+    state = torch.load(folder / "run" / "last.pt", weights_only=True)
+    return {
+        name: samples.checksum(state[name]) for name in ("parts", "step", "of_ranks")
+    }
+
+
+@on_ranks(2)
+def test_what_cannot_be(tmp_path: Path) -> None:
+    """Numbers that have no tree, networks that join batches, loaders of other ranks."""
+    for ranks_, allowed in (3, "1, 3"), (6, "1, 3, 6"), (12, "1, 3, 6, 12"):
+        with refusal(
+            "virtual.share_of", f"--virtual-ranks {ranks_}", f"start {allowed} "
+        ):
+            virtual.share_of(ranks_)
+    assert list(virtual.share_of(8)) == [
+        *range(4 * torch.distributed.get_rank(), 4 * torch.distributed.get_rank() + 4)
+    ]
+    with refusal("virtual.init", "SyncBatchNorm"):
+        ddpkit.VirtualRanks(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), 2)
+    net = nn.Linear(2, 2)
+    data = [(torch.ones(2), 0)] * 16
+    loader = ddpkit.train_loader(data, 2, virtual_ranks=4, workers=0)
+    checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=net)
+    for network in (
+        nn.parallel.DistributedDataParallel(net),
+        ddpkit.VirtualRanks(net, 2),
+    ):
+        with refusal("resuming.find_virtual", "virtual_ranks=4"):
+            next(iter(checkpoints.steps(loader, network)))
+    embedding = nn.Embedding(4, 2, sparse=True)
+    model = ddpkit.VirtualRanks(embedding, 2)
+    model.begin_pass(0, 1)
+    with pytest.raises(ddpkit.UserError, match="sparse"):
+        model(torch.tensor([1])).sum().backward()
+
+
+@on_ranks(1)
+def test_sums_are_rounded_once() -> None:
+    from ddpkit.run.progress import Exact
+
+    for numbers in [1e16, 1.0, -1e16, 1e-300], [1e16, -1e16, 1e-300, 1.0]:
+        total = Exact()
+        for number in numbers:
+            total.include(torch.tensor(number, dtype=torch.float64))
+        assert float(total) == 1.0
+    total.include(torch.tensor(float("nan")))
+    assert float(total) != float(total)
