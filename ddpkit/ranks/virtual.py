@@ -113,10 +113,10 @@ class VirtualRanks(nn.Module):
 
     def _switch(self, place: int) -> None:
         """Put the buffers of another virtual rank into the network."""
-        if place != self.current:
+        if place != self.current and self.states:
             torch._foreach_copy_(self.kept[self.current], self.states)
             torch._foreach_copy_(self.states, self.kept[place])
-            self.current = place
+        self.current = place
 
     def _queue(self, *_: object) -> None:
         # After the last gradient of this backward(), as DistributedDataParallel does it.

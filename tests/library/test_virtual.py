@@ -179,6 +179,12 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     ):
         with refusal("resuming.find_virtual", "virtual_ranks=4"):
             next(iter(checkpoints.steps(loader, network)))
+    # of a network without buffers: the mean over the virtual ranks
+    model = ddpkit.VirtualRanks(nn.Linear(1, 1, bias=False), 4)
+    for number in range(2):
+        rank = model.begin_pass(number, 2)
+        model(torch.full((1, 1), float(rank))).sum().backward()
+    assert model.module.weight.grad.item() == (0 + 1 + 2 + 3) / 4
     embedding = nn.Embedding(4, 2, sparse=True)
     model = ddpkit.VirtualRanks(embedding, 2)
     model.begin_pass(0, 1)

@@ -162,6 +162,16 @@ def test_scaling(tmp_path: Path) -> None:
     assert "share of linear: " in benchmark(tmp_path, "scaling", words).ok().out
 
 
+def test_virtual_ranks(tmp_path: Path) -> None:
+    """With the flag each network has one checksum, on one and on two ranks."""
+    words = "--images", 32, "--ranks", 1, 2
+    said = benchmark(tmp_path, "virtual_ranks", words).ok().out
+    rows = [line.split("|")[1:-1] for line in said.splitlines() if "Norm" in line]
+    with_flag = {(row[0], row[3], row[5]) for row in rows if "--virtual" in row[1]}
+    assert len(rows) == 8
+    assert len(with_flag) == 2
+
+
 def test_recorder(tmp_path: Path) -> None:
     assert "| with it" in benchmark(tmp_path, "recorder", "--steps", 2).ok().out
 
