@@ -39,9 +39,8 @@ class VirtualRanks(nn.Module):
         model = ddpkit.VirtualRanks(network, 8)
     """
 
-    require_backward_grad_sync = (
-        True  # of DistributedDataParallel; the passes say it here
-    )
+    # As of DistributedDataParallel, for the same loop; here the passes say it.
+    require_backward_grad_sync = True
 
     def __init__(self, module: nn.Module, ranks: int) -> None:
         super().__init__()
@@ -66,6 +65,8 @@ class VirtualRanks(nn.Module):
         self.is_last = True  # of the passes of a step
         # Sums of gradients, each of a number of neighbours: a power of two, but for the last.
         self.sums: list[tuple[int, list[Tensor]]] = []
+        # Gradients from before the step, which are not divided by the ranks once more.
+        self.before: list[Tensor | None] = []
 
     def forward(self, *args: Any, **options: Any) -> Any:
         outputs = self.module(*args, **options)
@@ -105,6 +106,9 @@ class VirtualRanks(nn.Module):
         place = number // of_each
         if number == 0:
             self.sums.clear()
+            self.before = [weight.grad for weight in self.weights]
+            for weight in self.weights:
+                weight.grad = None
         elif number % of_each == 0:
             self._take_gradients()
         self._switch(place)
@@ -148,7 +152,7 @@ class VirtualRanks(nn.Module):
         _, gradients = self.sums.pop()
         while self.sums:  # of a number of virtual ranks that is no power of two
             gradients = list(torch._foreach_add(self.sums.pop()[1], gradients))
-        for kind in {each.dtype for each in gradients}:
+        for kind in sorted({each.dtype for each in gradients}, key=str):
             some = [each for each in gradients if each.dtype == kind]
             total = add_ranks(torch.cat([each.flatten() for each in some]))
             parts = total.split([each.numel() for each in some])
@@ -158,8 +162,11 @@ class VirtualRanks(nn.Module):
         torch._foreach_div_(means, self.ranks)
         # On how many virtual ranks a weight had a gradient: without any it has none.
         counts = torch.cat(gradients[1::2]).tolist()
-        for weight, mean, count in zip(self.weights, means, counts, strict=True):
+        rows = zip(self.weights, means, counts, self.before, strict=True)
+        for weight, mean, count, before in rows:
             weight.grad = mean if count else None
+            if before is not None:
+                weight.grad = before + mean
         self._switch(0)
 
 

@@ -181,10 +181,11 @@ def test_what_cannot_be(tmp_path: Path) -> None:
             next(iter(checkpoints.steps(loader, network)))
     # of a network without buffers: the mean over the virtual ranks
     model = ddpkit.VirtualRanks(nn.Linear(1, 1, bias=False), 4)
-    for number in range(2):
-        rank = model.begin_pass(number, 2)
-        model(torch.full((1, 1), float(rank))).sum().backward()
-    assert model.module.weight.grad.item() == (0 + 1 + 2 + 3) / 4
+    for step in 1, 2:  # the second adds to the first, as without zero_grad()
+        for number in range(2):
+            rank = model.begin_pass(number, 2)
+            model(torch.full((1, 1), float(rank))).sum().backward()
+        assert model.module.weight.grad.item() == step * (0 + 1 + 2 + 3) / 4
     embedding = nn.Embedding(4, 2, sparse=True)
     model = ddpkit.VirtualRanks(embedding, 2)
     model.begin_pass(0, 1)
