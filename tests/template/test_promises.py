@@ -39,7 +39,7 @@ FLAGS = {
     "pre-commit": "--all-files",
 }
 FILES = {
-    "images for an example": "0000.jpg 1.jpg 2.jpg 3.jpg a.jpg image.jpg",
+    "images for an example": "0000.jpg 1.jpg 2.jpg 3.jpg image.jpg",
     "a file that a diff of EDITS.md makes": "adversary.py",
     "what onnxruntime writes": "model_int8.onnx prepared.onnx",
     "timm": "train.py",
