@@ -1,5 +1,6 @@
 """Virtual ranks: the same bits on 1, 2 and 4 processes, also if their number changes on the way."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,27 @@ def test_any_number_of_processes(project: Project, few: Path, tmp_path: Path) ->
     said = train("changing", 1).ok().out
     assert ends(tmp_path / "changing") == expected
     assert "differ" not in said  # as other ranks do otherwise
+
+
+@pytest.mark.soak
+@both_tasks
+def test_random_interruptions(
+    project: Project, few: Path, tmp_path: Path, chance: random.Random
+) -> None:
+    """Killed at any step, and started again on any number of processes: twenty times."""
+
+    def train(name: str, on: int, **how: Any) -> Done:
+        flags = f"{FLAGS} {OF_TASK[project.task]} --epochs 14".split()
+        return project.train(few, tmp_path / name, flags, on=on, **how)
+
+    train("whole", 4).ok()
+    for step in range(2, 42, 2):
+        on = chance.choice((1, 2, 4))
+        stop = step + chance.randrange(2)
+        killed = train("stopped", on, patch=after_step(stop, die))
+        assert killed.statuses == [-9] * on
+    train("stopped", chance.choice((1, 2, 4))).ok()
+    assert ends(tmp_path / "stopped") == ends(tmp_path / "whole")
 
 
 SCRIPT = '''
