@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,13 +51,14 @@ def reduce_tensor(tensor: Tensor) -> Tensor:
     return result
 
 
-def sum_exactly(numbers: Sequence[Tensor]) -> float:
+def sum_exactly(numbers: list[Tensor]) -> float:
     """Return the sum of all ranks' scalars, rounded once: the same on any number of ranks.
 
     Every rank has to call it. It waits for the device.
     """
-    gathered = [[0.0]] * dist.get_world_size()
-    dist.all_gather_object(gathered, [number.item() for number in numbers])
+    mine = torch.stack(numbers).tolist() if numbers else []
+    gathered = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
     return math.fsum(itertools.chain(*gathered))
 
 

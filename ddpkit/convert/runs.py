@@ -100,13 +100,13 @@ def read_runs(tree: Tree, names: Sequence[str], by_columns: bool = True) -> Labe
                 used.add(label)
     in_order = sorted(used, key=lambda text: (len(text), text))  # 2 before 10
     classes = ObjectClasses(text or "object" for text in in_order)
-    entries = read_images(tree, objects, classes, by_columns)
+    entries = marked_images(tree, objects, classes, by_columns)
     labelled = draw_objects(tree, classes, [entries])
     labelled.notes = notes
     return labelled
 
 
-def read_images(
+def marked_images(
     tree: Tree,
     objects: dict[tuple[str, str, str], list[Row]],
     classes: ObjectClasses,

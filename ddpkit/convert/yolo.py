@@ -76,7 +76,7 @@ def read_yolo(tree: Tree, names: Sequence[str]) -> LabelledSet:
     class_of = {int(number): str(text) for number, text in numbered}
     classes = ObjectClasses(text for _, text in sorted(class_of.items()))
     label_of = {n: classes.number(text, name) for n, text in class_of.items()}
-    entries = read_images(tree, names, content, label_of)
+    entries = marked_images(tree, names, content, label_of)
     return draw_objects(tree, classes, [entries])
 
 
@@ -96,7 +96,7 @@ def read_list(tree: Tree, names: Sequence[str]) -> Json:
     return {"names": classes}
 
 
-def read_images(
+def marked_images(
     tree: Tree, names: Sequence[str], content: Json, label_of: dict[int, int]
 ) -> Entries:
     used = set()

@@ -202,8 +202,8 @@ def share_of(ranks: int) -> range:
     found = [count for count in range(1, ranks + 1) if is_possible(ranks, count)]
     if world_size not in found:
         raise UserError(
-            f"--virtual-ranks {ranks} on {world_size} ranks: start "
-            f"{', '.join(map(str, found))} of them"
+            f"{ranks} virtual ranks on {world_size} processes: start "
+            f"{', '.join(map(str, found))} of these"
         )
     share = ranks // world_size
     return range(distributed.rank() * share, (distributed.rank() + 1) * share)

@@ -396,7 +396,7 @@ def test_a_step_of_an_optimizer_within_another(
     optimizer = Sharp(net.parameters(), torch.optim.SGD, lr=0.1)
     for stepped in [], [optimizer.base_optimizer]:
         parts = {"model": net, "optimizer": optimizer}
-        watch = first_steps.FirstSteps(parts, optimizer, None, 1, stepped)
+        watch = first_steps.FirstSteps(parts, optimizer, None, 1, 1, stepped)
         watch.judge_step(0.0, 1)
         line = "run.end_step without a step of the optimizer"
         assert (line in capsys.readouterr().out) != bool(stepped)

@@ -183,7 +183,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     """Numbers that have no tree, networks that join batches, loaders of other ranks."""
     for ranks_, allowed in (3, "1, 3"), (6, "1, 3, 6"), (12, "1, 3, 6, 12"):
         with refusal(
-            "virtual.share_of", f"--virtual-ranks {ranks_}", f"start {allowed} "
+            "virtual.share_of", f"{ranks_} virtual ranks", f"start {allowed} "
         ):
             virtual.share_of(ranks_)
     assert list(virtual.share_of(8)) == [

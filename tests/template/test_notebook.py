@@ -78,6 +78,7 @@ def test_cells(project: Project, few: Path, tmp_path: Path) -> None:
 FOLDS = """
 import sys, time
 import ddpkit, main, torch
+from ddpkit.ranks import distributed
 
 data, out, *flags = sys.argv[1:]
 
@@ -87,8 +88,8 @@ def folds():
         main.main([*flags, "--data", data, "--output-dir", f"{out}/{part}", "--fold", f"{part}/4"])
         if part in (2, 3):  # as at the end of many scripts
             torch.distributed.destroy_process_group()
-            time.sleep(1 - torch.distributed.get_rank())  # the others find nothing of the old one
-    print("rank", torch.distributed.get_rank(), "of", torch.distributed.get_world_size())
+            time.sleep(1 - distributed.rank())  # the others find nothing of it
+    print("rank", distributed.rank(), "of", torch.distributed.get_world_size())
 
 
 ddpkit.run_main(folds)
