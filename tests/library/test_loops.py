@@ -397,7 +397,7 @@ def test_a_step_of_an_optimizer_within_another(
     for stepped in [], [optimizer.base_optimizer]:
         parts = {"model": net, "optimizer": optimizer}
         watch = first_steps.FirstSteps(parts, optimizer, None, 1, 1, stepped)
-        watch.judge_step(0.0, 1)
+        watch.judge_step([0.0], 1)
         line = "run.end_step without a step of the optimizer"
         assert (line in capsys.readouterr().out) != bool(stepped)
 
