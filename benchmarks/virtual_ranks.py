@@ -53,12 +53,16 @@ def main() -> None:
     common.markdown(lines)
 
 
+def start(project: Path, output: Path, words: list, on: int) -> None:
+    command = ["bash", project / "launch.sh", "--output-dir", output, *words]
+    env = {"NPROC": on, "PYTHON": sys.executable, "OMP_NUM_THREADS": 1}
+    common.run([*command, "--weights", "none"], **env)
+
+
 def train(project: Path, ranks: int, words: list) -> tuple[dict[str, float], str]:
     """Return the last row of metrics.csv, and a checksum of the weights."""
     with tempfile.TemporaryDirectory(prefix="benchmark-run-") as output:
-        command = ["bash", project / "launch.sh", "--output-dir", output, *words]
-        env = {"NPROC": ranks, "PYTHON": sys.executable, "OMP_NUM_THREADS": 1}
-        common.run([*command, "--weights", "none"], **env)
+        start(project, Path(output), words, on=ranks)
         last = common.rows(Path(output))[-1]
         state = torch.load(f"{output}/last.pt", weights_only=True, map_location="cpu")
     found = hashlib.sha256()
