@@ -197,13 +197,11 @@ def add_neighbours(rows: Sequence[Tensor]) -> Tensor:
 def share_of(ranks: int) -> range:
     """Return the virtual ranks of this process; a UserError if they cannot be divided so."""
     world_size = distributed.world_size()
-    if ranks == world_size:
-        return range(distributed.rank(), distributed.rank() + 1)
-    found = [count for count in range(1, ranks + 1) if is_possible(ranks, count)]
-    if world_size not in found:
+    if not is_possible(ranks, world_size):
+        possible = [n for n in range(1, ranks + 1) if is_possible(ranks, n)]
         raise UserError(
             f"{ranks} virtual ranks on {world_size} processes: start "
-            f"{', '.join(map(str, found))} of these"
+            f"{', '.join(map(str, possible))} of these"
         )
     share = ranks // world_size
     return range(distributed.rank() * share, (distributed.rank() + 1) * share)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddpkit.data import samples
 from ddpkit.errors import UserError
-from ddpkit.ranks import distributed
+from ddpkit.ranks import devices, distributed
 from ddpkit.run.outputs import Outputs, map_tensors, to_float32
 
 SUM = "sum"
@@ -197,7 +197,7 @@ def widened(number: Tensor) -> Tensor:
 
     Apple's GPUs have none.
     """
-    is_exact = not number.is_floating_point() or number.device.type == "mps"
+    is_exact = not number.is_floating_point() or number.device.type == devices.APPLE
     return number if is_exact else number.double()
 
 

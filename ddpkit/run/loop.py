@@ -30,6 +30,7 @@ from ddpkit.run.states import State
 OTHER_KEYS = {
     *("trained", "criterion", "sampler", "training_set", "colors", "best_by", "path"),
     *("trainable", "sums", "of_ranks", "ranks", "draws_by_rank", "done", "is_inside"),
+    "virtual_ranks",
 }
 # of the loss; reading it at every step would stall the device
 SECONDS_BETWEEN_CHECKS = 5
@@ -324,7 +325,7 @@ class Run(Checkpoints):
         """Print the checkpoint's progress and what has changed since."""
         steps = state["seen"] // state["global_batch"]
         line = progress_line(state, steps, f"of {self.last_epoch} epochs")
-        ranks = state.get("ranks", len(state["totals"]))
+        ranks = len(state["totals"])
         now = distributed.world_size()
         virtual = self.source.virtual_ranks
         before = state.get("virtual_ranks", 0)

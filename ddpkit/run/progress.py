@@ -156,7 +156,7 @@ class Sums:
                 continue
             for column, total in zip(row, each.get("total", ()), strict=False):
                 column.total = int(total, 16)
-            for rank in each.get("ranks", ()):  # of version 3.0
+            for rank in each.get("ranks", ()):  # as earlier versions have it
                 for column, number in zip(row, rank, strict=True):
                     column.include(number)
 

@@ -108,7 +108,8 @@ class Reporter:
         self.facts: dict[str, Any] = {}  # args.json
         self.network = ""  # the line on its parameters
         self.active = distributed.is_rank_zero()
-        rows = recorded_rows(self.folder, epoch)
+        # of none before the first: `Run` says its own
+        rows = recorded_rows(self.folder, epoch) if epoch else []
         self._go_on(epoch, step, rows, device or devices.kind())
 
     def _go_on(
