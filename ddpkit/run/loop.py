@@ -162,6 +162,7 @@ class Run(Checkpoints):
         self.classes = classes
         self.model = model
         self.trained = model if trained is None else trained
+        self.criterion = criterion
         self.optimizer = optimizer
         self.report = report
         self.last_epoch: int = report.epochs
@@ -254,6 +255,12 @@ class Run(Checkpoints):
         if self.trained is not self.model:
             parts["trained"] = self.trained
         return parts
+
+    def _modules(self) -> list[nn.Module]:
+        loss = getattr(self.criterion, "loss", None)
+        others = [loss] if isinstance(loss, nn.Module) else []
+        # an average of the weights has no pass in a step
+        return others + [each for each in super()._modules() if each is not self.model]
 
     def _about(self) -> State:
         """Return what is the same in all checkpoints of this run."""
