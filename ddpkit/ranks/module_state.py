@@ -6,7 +6,7 @@ import itertools
 import pickle
 import random
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ Space = dict[str, Any]  # attributes, or buffers, of a module by name
 
 # What torch itself keeps in a module, beside which it has attributes of its own.
 OF_TORCH = vars(nn.Module()).keys()
-PLAIN = type(None), bool, int, float, complex, str, bytes
+PLAIN = {type(None), bool, int, float, complex, str, bytes}
 # What changes in place, besides tensors, dicts, lists and deques.
 CHANGING = (
     set,
@@ -80,15 +80,15 @@ class ModuleState:
             return
         theirs = distributed.from_rank_zero(lambda: mine)
         for space, values in zip(self.own, theirs, strict=True):
-            space.update(tree_map(unpack, values))
+            space.update(mapped(unpack, values))
 
     def _packed(self) -> list[Space]:
         """Return the attributes as they can be sent."""
         return [
             {
-                key: tree_map(pack, each)
+                key: mapped(pack, each)
                 for key, each in attributes(own).items()
-                if all(map(is_state, tree_leaves(each)))
+                if is_plain(each) or all(map(is_state, tree_leaves(each)))
             }
             for own in self.own
         ]
@@ -98,8 +98,22 @@ def attributes(space: Space) -> Space:
     return {key: each for key, each in space.items() if key not in OF_TORCH}
 
 
+def is_plain(value: object) -> bool:
+    """Return whether it is a number or text, or some of them that do not change."""
+    if type(value) is tuple:
+        return all(type(each) in PLAIN for each in value)
+    return type(value) in PLAIN
+
+
+def mapped(function: Callable, value: Any) -> Any:
+    """Return a value with `function` of its leaves, which is slow for the many that are plain."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return value if is_plain(value) else tree_map(function, value)
+
+
 def is_state(leaf: object) -> bool:
-    return isinstance(leaf, (*PLAIN, *CHANGING)) or is_tensor(leaf)
+    return type(leaf) in PLAIN or isinstance(leaf, CHANGING) or is_tensor(leaf)
 
 
 def is_tensor(leaf: object) -> bool:
@@ -126,4 +140,6 @@ def copied(taken: list[Space]) -> list[Space]:
             return copy.deepcopy(leaf, known)
         return leaf
 
-    return tree_map(copy_leaf, taken)
+    return [
+        {key: mapped(copy_leaf, each) for key, each in space.items()} for space in taken
+    ]

@@ -73,8 +73,8 @@ def share_of(ranks: int) -> range:
     if not is_possible(ranks, world_size):
         possible = [n for n in range(1, ranks + 1) if is_possible(ranks, n)]
         raise UserError(
-            f"{ranks} virtual ranks on {world_size} processes: start "
-            f"{', '.join(map(str, possible))} of these"
+            f"{ranks} virtual ranks cannot be divided among {world_size} processes, but among "
+            f"so many processes: {', '.join(map(str, possible))}"
         )
     share = ranks // world_size
     return range(distributed.rank() * share, (distributed.rank() + 1) * share)
