@@ -103,6 +103,7 @@ def test_resume_on_another_number_of_ranks(
     said = train("--batch-size", 3, "--accumulate", 2, on=1).ok().out
     assert "1 of 2 epochs done" in said
     assert " and 2 steps of the next; 2 rank(s) then, 1 now: BatchNorm" in said
+    assert "8 images per step then, 6 now" in said
     assert "--batch-size" in said
     # 37 images are left of that epoch: six steps of 6.
     assert [row["step"] for row in rows(tmp_path)] == ["6", str(8 + 6)]

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import ddpkit
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, virtual
+from ddpkit.vision import reporting
 
 FLAGS = "--virtual-ranks 4 --epochs 2 --batch-size 2 --save-every 1 --ema 0.9"
 OF_TASK = {
@@ -27,7 +29,22 @@ OF_PROCESSES = {"ranks", "totals", "of_ranks", "args"}
 OF_SPEED = {"img_per_s", "train_seconds", "data_wait"}
 
 
-def ends(out: Path) -> tuple[dict, list]:
+def patched(stop: int) -> Callable[[], None]:
+    """Write the worst images of best.pt in place of drawing them; die after step `stop`, if any."""
+
+    def note(report: Any, _: object, worst: Any, *__: object) -> None:
+        if distributed.is_rank_zero():
+            (report.folder / "worst").write_text(repr(worst))
+
+    def patch() -> None:
+        reporting.Reporter.write_images = note
+        if stop:
+            after_step(stop, die)()
+
+    return patch
+
+
+def ends(out: Path) -> tuple:
     """Checksums of all that a run has come to, and the rows of metrics.csv in each digit."""
     state = torch.load(out / "last.pt", weights_only=True)
     del state["history"]
@@ -39,16 +56,19 @@ def ends(out: Path) -> tuple[dict, list]:
     table = []
     for row in rows(out):
         table.append({name: row[name] for name in row.keys() - OF_SPEED})
-    return found, table
+    best = torch.load(out / "best.pt", weights_only=True)
+    of_best = samples.checksum([best[name] for name in ("model", "epoch", "best")])
+    return found, table, of_best, (out / "worst").read_text()
 
 
 @both_tasks
 def test_any_number_of_processes(project: Project, few: Path, tmp_path: Path) -> None:
     """With BatchNorm, averages, mixup and loader workers; killed, and resumed on others."""
 
-    def train(name: str, on: int, *more: object, **how: Any) -> Done:
+    def train(name: str, on: int, *more: object, stop: int = 0) -> Done:
         flags = f"{FLAGS} {OF_TASK[project.task]}".split()
-        return project.train(few, tmp_path / name, flags, *more, on=on, **how)
+        out = tmp_path / name
+        return project.train(few, out, flags, *more, on=on, patch=patched(stop))
 
     train("four", 4).ok()
     expected = ends(tmp_path / "four")
@@ -56,7 +76,7 @@ def test_any_number_of_processes(project: Project, few: Path, tmp_path: Path) ->
     assert ends(tmp_path / "one") == expected
     # in the first epoch, and in the second
     for step, on in (2, 2), (3, 4):
-        killed = train("changing", on, patch=after_step(step, die))
+        killed = train("changing", on, stop=step)
         assert killed.statuses == [-9] * on
     said = train("changing", 1).ok().out
     assert ends(tmp_path / "changing") == expected
@@ -70,15 +90,16 @@ def test_random_interruptions(
 ) -> None:
     """Killed at any step, and started again on any number of processes: twenty times."""
 
-    def train(name: str, on: int, **how: Any) -> Done:
+    def train(name: str, on: int, stop: int = 0) -> Done:
         flags = f"{FLAGS} {OF_TASK[project.task]} --epochs 14".split()
-        return project.train(few, tmp_path / name, flags, on=on, **how)
+        out = tmp_path / name
+        return project.train(few, out, flags, on=on, patch=patched(stop))
 
     train("whole", 4).ok()
     for step in range(2, 42, 2):
         on = chance.choice((1, 2, 4))
         stop = step + chance.randrange(2)
-        killed = train("stopped", on, patch=after_step(stop, die))
+        killed = train("stopped", on, stop=stop)
         assert killed.statuses == [-9] * on
     train("stopped", chance.choice((1, 2, 4))).ok()
     assert ends(tmp_path / "stopped") == ends(tmp_path / "whole")
