@@ -1,6 +1,7 @@
 """Virtual ranks: training as on N ranks, to the bit, on however many there are."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ class VirtualRanks(nn.Module):
 
     # As of DistributedDataParallel, for the same loop; here its end says it.
     require_backward_grad_sync = True
+    # Those whose loop over the batches of a step has begun, and not ended.
+    in_step: ClassVar[Sequence["VirtualRanks"]] = ()
 
     def __init__(self, module: nn.Module, ranks: int) -> None:
         super().__init__()
@@ -53,13 +56,13 @@ class VirtualRanks(nn.Module):
             raise UserError(
                 "virtual ranks: SyncBatchNorm joins the batches of all ranks; use BatchNorm"
             )
-        self.is_in_step = False  # in its loop over batches
         # As DistributedDataParallel does.
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        if not self.is_in_step and self.training and torch.is_grad_enabled():
+        is_trained = self.training and torch.is_grad_enabled()
+        if is_trained and self not in VirtualRanks.in_step:
             raise UserError(
                 "virtual ranks: a pass outside of the loop over the batches of a step: give "
                 "steps() all networks in VirtualRanks, and train them in that loop"

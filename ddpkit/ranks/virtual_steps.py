@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,9 +26,6 @@ class VirtualSteps:
     After it that is virtual rank 0's.
     """
 
-    # The one in a loop over the batches of a step
-    begun: ClassVar["VirtualSteps | None"] = None
-
     def __init__(
         self,
         networks: Sequence[VirtualRanks],
@@ -42,13 +38,10 @@ class VirtualSteps:
         self.ranks = networks[0].ranks
         self.here = share_of(self.ranks)
         ModuleState(self.modules).give_all()
-        VirtualSteps.begun = None
 
     def begin(self) -> None:
         """Begin the passes of a step, or of a part of one."""
-        VirtualSteps.begun = self
-        for network in self.networks:
-            network.is_in_step = True
+        VirtualRanks.in_step = self.networks
         of_networks = itertools.chain(*(each.parameters() for each in self.networks))
         of_optimizers = itertools.chain(*map(replicas.weights_of, self.optimizers))
         every = [*of_networks, *of_optimizers]
@@ -124,14 +117,12 @@ class VirtualSteps:
         for number, mean in zip(trained, means, strict=True):
             weight = self.weights[number]
             weight.grad = mean if weight.grad is None else weight.grad + mean
-        for network in self.networks:
-            network.is_in_step = False
-        VirtualSteps.begun = None
+        VirtualRanks.in_step = ()
 
 
 def check_ended() -> None:
     """Raise a UserError within the loop over the batches of a step, or if it was left early."""
-    if VirtualSteps.begun:
+    if VirtualRanks.in_step:
         raise UserError(
             "virtual ranks: within the loop over the batches of a step, or after a break in it, "
             "gradients are not those of all ranks: step the optimizer after the whole loop"

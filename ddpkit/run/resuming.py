@@ -424,6 +424,7 @@ class Checkpoints:
         self.ranks = of_loader or distributed.world_size()
         self.rank = distributed.rank()
         self.virtual = None
+        VirtualRanks.in_step = ()  # of a loop that an error has ended, in a notebook
         if of_loader:
             optimizers = [
                 part for part in self.parts.values() if isinstance(part, Optimizer)
