@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ddpkit.ranks import distributed
@@ -73,7 +74,7 @@ class ModuleState:
         every = itertools.chain(*(each.values() for each in self.buffers))
         tensors = [each.detach() for each in every if each is not None]
         if tensors:  # as DistributedDataParallel does
-            dist._broadcast_coalesced(dist.group.WORLD, tensors, 2**25, 0)
+            dist._broadcast_coalesced(_get_default_group(), tensors, 2**25, 0)
         mine = self._packed()
         checksum = zlib.crc32(pickle.dumps(mine))
         if len(set(distributed.gather_objects(checksum))) == 1:
