@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
-from ddpkit.errors import DiskError, LineError, UserError, print_line
+from ddpkit.errors import DiskError, LineError, UserError, print_line, reason_of
 
 T = TypeVar("T")
 
@@ -26,6 +26,9 @@ OF_NETWORK_DISKS = {getattr(errno, name, -1) for name in NAMES.split()}
 WANTS = """EMFILE ENFILE ENOMEM ENOBUFS EINTR EAGAIN EBUSY ETXTBSY EDEADLK ENOLCK"""
 OF_THIS_MOMENT = {getattr(errno, name, -1) for name in WANTS.split()}
 WAITS = (1, 4)  # seconds between tries
+# The most bytes of an image, an array, labels or a list; of what people and runs note.
+OF_DATA = 8 << 30
+OF_NOTES = 256 << 20
 # The place before what a spreadsheet would compute, also after the ; in some tables.
 FORMULA = re.compile(r"(?:^|(?<=;))(?='*[=+\-@\t\r])")
 # The handle of each lock that this process holds, by its file's device and inode.
@@ -64,16 +67,70 @@ def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:
         tries += 1
 
 
-def read_file(path: Path | str) -> bytes:
-    """Return the content of a regular file. A pipe or a device, which may not end, is no file."""
+def open_file(path: Path | str, most: int = OF_DATA) -> BinaryIO:
+    """Open a regular file to read: all that others may have made is opened here.
+
+    Raises an OSError of a pipe, a device or a socket, which may not end, and of more than `most`
+    bytes.
+    """
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
+    status = os.fstat(file.fileno())
+    reason = ""
+    if not stat.S_ISREG(status.st_mode):
+        reason = "not a regular file"
+    elif status.st_size > most:
+        reason = f"{status.st_size:,} bytes, more than {most:,}"
+    if reason:
+        file.close()
+        raise OSError(None, reason)
+    return file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file, also a pipe that has no writer yet."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_file(path: Path | str, most: int = OF_DATA) -> bytes:
+    """Return the content of a regular file; raises an OSError as `open_file` does."""
 
     def read_once() -> bytes:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe waits for a writer
-            raise OSError(None, "not a regular file")
-        with open(path, "rb", buffering=0) as file:
+        with open_file(path, most) as file:
             return file.read()
 
     return retried(path, read_once)
+
+
+def parse(
+    path: Path | str,
+    function: Callable[[bytes], T],
+    what: str,
+    remedy: str = "repair or remove it",
+    most: int = OF_DATA,
+) -> T:
+    """Return what `function`, such as json.loads, makes of a regular file's content.
+
+    Raises a UserError for whatever is wrong with it. what: such as "JSON".
+    """
+    try:
+        return function(read_file(path, most))
+    except LineError:
+        raise
+    except OSError as error:
+        raise failure(path, error, "read") from None
+    # Parsers have no common one: also of nesting, and of numbers of 400 digits.
+    except Exception as error:
+        reason = reason_of(error, 160)
+        raise UserError(f"{path}: no {what} ({reason}); {remedy}") from None
+
+
+def read_text(path: Path | str, errors: str = "strict", most: int = OF_DATA) -> str:
+    """Return the text of a regular file in UTF-8, or raise a UserError."""
+
+    def decode(content: bytes) -> str:
+        return content.decode("utf-8-sig", errors)
+
+    return parse(path, decode, "text in UTF-8", "save it as UTF-8", most)
 
 
 @contextlib.contextmanager

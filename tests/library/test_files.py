@@ -2,9 +2,11 @@
 
 import contextlib
 import csv
+import json
 import os
 import re
 import signal
+import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +94,45 @@ def test_formulas(tmp_path):
     assert header == row[: len(names)]
     assert header[:4] == ["'=cmd|calc", "'@SUM(1)", "'-1+2", "'+x"]
     assert [re.sub(r"(^|;)'(?='*[-=+@\t\r])", r"\1", cell) for cell in header] == names
+
+
+def odd_files(folder: Path) -> dict[str, Path]:
+    """What is no file to read, by what is said of it: it blocks, has no end, or is not there."""
+    os.mkfifo(folder / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "socket"))
+    (folder / "device").symlink_to("/dev/zero")
+    (folder / "dangling").symlink_to("none")
+    (folder / "loop").symlink_to("loop")
+    (folder / "large").touch()
+    os.truncate(folder / "large", files.OF_DATA + 1)
+    return {
+        "(not a regular file)": folder / "pipe",
+        "(No such device or address)": folder / "socket",
+        "(not a regular file) ": folder / "device",
+        "(No such file or directory)": folder / "dangling",
+        "(Too many levels of symbolic links)": folder / "loop",
+        "(Is a directory)": folder,
+        f"({files.OF_DATA + 1:,} bytes, more than {files.OF_DATA:,})": folder / "large",
+    }
+
+
+def test_only_regular_files_are_read(tmp_path):
+    """Each at once, in one line that says what it is; and so is what a parser cannot read."""
+    for words, path in odd_files(tmp_path).items():
+        with refusal("files.failure", path, "cannot be read", words.strip()):
+            files.read_text(path)
+    path = tmp_path / "file"
+    for content in b"\xff", b"[" * 100_000, b"1" * 5_000, b"{":
+        path.write_bytes(content)
+        with refusal("files.parse", path, "no JSON (", "; repair or remove it"):
+            files.parse(path, json.loads, "JSON")
+    path.write_bytes(b"\xff")
+    with refusal("files.parse", path, "no text in UTF-8", "; save it as UTF-8"):
+        files.read_text(path)
+    assert files.read_text(path, "replace") == "\ufffd"
+    with refusal("files.failure", path, "1 bytes, more than 0"):
+        files.read_text(path, most=0)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
