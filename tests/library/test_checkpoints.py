@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ import pytest
 import torch
 from generated import refusal
 from ranks import fork, on_ranks, setup, wait
+from safetensors.torch import save_file
 from torch import nn
 from torch.optim.lr_scheduler import (
     CyclicLR,
@@ -559,33 +561,77 @@ def test_data_of_another_run(tmp_path: Path) -> None:
         checkpoint.check_format(state, Format(channels=3).or_else((0.5, 0.5, 0.5), STD))
 
 
-@pytest.mark.parametrize(
-    "wrap", ["", "module.", "_orig_mod.", "module._orig_mod.", "net."]
-)
-@pytest.mark.parametrize("keys", [[], ["model"], ["state_dict", "model"]])
+def named(prefix: str, weights: dict) -> dict:
+    return {f"{prefix}{name}": value for name, value in weights.items()}
+
+
+def like_others(weights: dict, other: dict) -> dict[str, tuple[str, object]]:
+    """What programs write, by the names of their files: the prefix in it, and the content."""
+    beside = {"optimizer": {"state": {0: {"step": torch.ones(())}}}, "epoch": 3}
+    flags = Namespace(lr=0.1)
+    queries = named("module.encoder_q.", weights) | named("module.encoder_k.", other)
+    return {
+        "plain": ("", weights),
+        "ddp.pt": ("", named("module._orig_mod.", weights)),
+        "own.pt": ("model.", {"model": weights, **beside}),
+        "nested.pth": ("model.state_dict.", {"model": {"state_dict": weights}}),
+        "timm.pth.tar": ("state_dict.", {"state_dict": weights, "args": flags}),
+        "average.tar": ("model.", {"model_ema": other, "model": weights, **beside}),
+        "lightning.ckpt": ("state_dict.own.", {"state_dict": named("own.", weights)}),
+        "segmentation.pth": (
+            "state_dict.backbone.",
+            {"state_dict": {**named("backbone.", weights), "head.w": torch.ones(2)}},
+        ),
+        "moco.pth.tar": ("state_dict.encoder_q.", {"state_dict": queries}),
+        "dino.PTH": (
+            "teacher.backbone.",
+            {
+                "student": named("module.backbone.", other),
+                "teacher": named("backbone.", weights),
+            },
+        ),
+        "transformers.bin": ("timm_model.", named("timm_model.", weights)),
+        "weights.safetensors": ("", weights),
+        "safe.bin": ("backbone.", named("backbone.", weights)),
+    }
+
+
 def test_weights_of_other_programs(
-    wrap: str, keys: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """For a network as it is and in a wrapper of ours, with another last layer."""
+    """By what a file holds, for a network as it is, in a wrapper and as a part of one.
+
+    They have another last layer; what is new, what is not used and the share are in a line.
+    """
     torch.manual_seed(0)
-    weights = nn.Sequential(
-        nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 9)
-    ).state_dict()
-    state: dict = {f"{wrap}{name}": value for name, value in weights.items()}
-    for key in keys:
-        state = {key: state, "epoch": 3, "optimizer": {"state": {}}}
-    torch.save(state, tmp_path / "file.pt")
-    for prefix in "", "net.":
-        net = nn.Sequential(
-            nn.Linear(2, 3),
-            nn.BatchNorm1d(3),
-            nn.Linear(3, 5),
-        )
-        model = nn.ModuleDict({"net": net}) if prefix else net
-        pretrained.copy_matching(model, pretrained.read_tensors(f"{tmp_path}/file.pt"))
-        assert torch.equal(net[0].weight, weights["0.weight"])
-        new = f"new: {prefix}2.weight, {prefix}2.bias"
-        assert capsys.readouterr().out == f"--weights: 7 of 9 tensors loaded; {new}\n"
+
+    def build(count: int) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, count))
+
+    weights = build(9).state_dict()
+    for name, (prefix, content) in like_others(weights, build(9).state_dict()).items():
+        path = tmp_path / name
+        if name.startswith("safe") or name.endswith("safetensors"):
+            save_file(content, path)
+        else:
+            torch.save(content, path)
+        for own in "", "net.", "encoder.":
+            net = build(5)
+            model = nn.ModuleDict({own[:-1]: net}) if own else net
+            if own == "encoder.":
+                model["decoder"] = nn.Linear(1, 1)
+            ddpkit.load_pretrained(model, str(path))
+            for ours, theirs in zip(
+                net[:2].parameters(), weights.values(), strict=False
+            ):
+                assert torch.equal(ours, theirs)
+            said = capsys.readouterr().out
+            start = f" from {prefix}*" if prefix else ""
+            count = 11 if own == "encoder." else 9
+            assert f": 7 of {count} tensors loaded{start}, " in said
+            assert f" % of the network; new: {own}2.weight, {own}2.bias" in said
+            assert f"; not used of the file: {prefix}2." in said
+            assert "optimizer" not in said
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:
@@ -593,6 +639,14 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     torch.save({"state_dict": {"a.weight": torch.ones(1)}}, path)
     with refusal("pretrained.copy_matching", "begins with weight", "a.weight"):
         pretrained.copy_matching(nn.Linear(2, 2), pretrained.read_tensors(str(path)))
+    torch.save(nn.Linear(2, 2), path)
+    with refusal(
+        "checkpoint.unreadable", path, "such as torch.nn.modules.linear.Linear"
+    ):
+        pretrained.read_tensors(str(path))
+    path.write_bytes(bytes([9, *bytes(7)]) + b"{")
+    with refusal("files.parse", path, "no safetensors"):
+        pretrained.read_tensors(str(path))
 
 
 @pytest.mark.parametrize("entry", [b"/version", b"/data.pkl", b"/data/0"])
