@@ -199,7 +199,7 @@ def check_size(path: Path | str, content: object) -> None:
         if isinstance(value, str | bytes):
             return len(value)
         if isinstance(value, int) and value.bit_length() > MOST_BITS:
-            raise Foreign(f"{path}: holds an integer of {value.bit_length()} bits")
+            return MOST_TEXT
         parts: list[object] = []
         if isinstance(value, dict):
             parts = [*value, *value.values()]
@@ -210,11 +210,11 @@ def check_size(path: Path | str, content: object) -> None:
         return 1 + sizes.get(id(value), 0)
 
     try:
-        is_usual = size_of(content) <= MOST_TEXT
+        is_usual = size_of(content) < MOST_TEXT
     except RecursionError:  # it is in itself, for instance
         is_usual = False
     if not is_usual:
-        raise Foreign(f"{path}: no run writes lists of such a size or depth")
+        raise Foreign(f"{path}: no run writes numbers or lists of that size")
 
 
 def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:

@@ -17,12 +17,12 @@ from tqdm import tqdm
 from ddpkit import files
 from ddpkit.data import loading, normalizing
 from ddpkit.data.format import Format, read_format
-from ddpkit.errors import UserError, print_error
+from ddpkit.errors import UserError, print_error, reason_of
 from ddpkit.ranks import devices, distributed
 from ddpkit.ranks.replicas import uncompiled
 from ddpkit.run import checkpoint
 from ddpkit.run.flags import OF_TASKS
-from ddpkit.vision import folders
+from ddpkit.vision import folders, networks
 from ddpkit.vision.images import LazyImage, open_image, visible
 from ddpkit.vision.masks import Classes
 from ddpkit.vision.pictures import draw_legend, drawing, overlay, paint
@@ -47,14 +47,25 @@ def open_model(
         model, classes, args, format = ddpkit.open_model("best.pt", build_model, parse_args, device)
     """
     state = checkpoint.read(path)
-    args = parse_args([], state["args"])
+    try:
+        args = parse_args([], state["args"])
+    except UserError as error:
+        raise UserError(f"{path}: {error.line}") from None
     tasks = task_of(state["args"]), task_of(vars(args).keys() - state["args"].keys())
     if all(tasks):
         raise UserError(
             f"{path} is of a {tasks[0]} project, and this is one for {tasks[1]}"
         )
     format = Format(**state["format"])
-    model = build_model(args, state["classes"], state["channels"])
+    try:
+        with networks.offline():  # a stranger's checkpoint may name any network
+            model = build_model(args, state["classes"], state["channels"])
+    except FileNotFoundError as error:  # of the hub's library, or of model.py
+        reason = reason_of(error, 120)
+        raise UserError(
+            f"{path}: its network cannot be built ({reason}); what is on the hub, download first, "
+            "if you trust it"
+        ) from None
     checkpoint.load_weights(model, state)
     model = uncompiled(model)  # a compiled one would compile for each size
     model = model.eval().to(device)

@@ -8,7 +8,7 @@ import socket
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -177,12 +177,10 @@ def fetch(build: Callable[[], nn.Module], prefix: str = "") -> Tensors:
     return {f"{prefix}{key}": value for key, value in network.state_dict().items()}
 
 
-@contextlib.contextmanager
-def reaching_hub() -> Iterator[None]:
-    """Leave the hub alone in the block unless it answers: its library would try for minutes."""
+def reaching_hub() -> contextlib.AbstractContextManager:
+    """Return `offline` unless the hub answers: its library would try for minutes."""
     import huggingface_hub as hub
 
-    before = hub.constants.HF_HUB_OFFLINE
     try:
         # any file will do, also one that is not there
         url = hub.hf_hub_url("timm/resnet18.a1_in1k", "config.json")
@@ -190,11 +188,8 @@ def reaching_hub() -> Iterator[None]:
     except Exception as error:
         answer = getattr(error, "response", None)  # such as 404
         if answer is None or answer.status_code >= 500:
-            hub.constants.HF_HUB_OFFLINE = True  # what its cache has
-    try:
-        yield
-    finally:
-        hub.constants.HF_HUB_OFFLINE = before
+            return networks.offline()
+    return contextlib.nullcontext()
 
 
 def copy_matching(

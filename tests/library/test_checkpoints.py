@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import time
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch.optim.lr_scheduler import (
 import ddpkit
 from ddpkit import files
 from ddpkit.data.format import MEAN, STD, Format
-from ddpkit.errors import DiskError, UserError
+from ddpkit.errors import DiskError, LineError, UserError
 from ddpkit.ranks import distributed, protocol
 from ddpkit.run import checkpoint, states
 from ddpkit.run.folder import KEYS, RunFolder
@@ -213,7 +214,7 @@ def test_any_damage_is_seen(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_the_one_before(tmp_path: Path) -> None:
-    """All ranks take it for a bit turned over, a folder, a pipe that nobody writes to."""
+    """All ranks take it for damage: a bit turned over, a folder, a pipe, a link to nowhere."""
     os.environ[protocol.LAUNCH_ID] = "1"
 
     def turn(path: Path) -> None:
@@ -221,7 +222,16 @@ def test_the_one_before(tmp_path: Path) -> None:
         content[content.index(torch.full((99,), 2).numpy().tobytes()) + 500] ^= 1
         path.write_bytes(content)
 
-    for spoil in turn, Path.mkdir, os.mkfifo:
+    def dangle(path: Path) -> None:
+        path.symlink_to("none")
+
+    def loop(path: Path) -> None:
+        path.symlink_to(path)
+
+    def endless(path: Path) -> None:
+        path.symlink_to("/dev/zero")
+
+    for spoil in turn, Path.mkdir, os.mkfifo, Path.touch, dangle, loop, endless:
         folder = tmp_path / spoil.__name__
         with ddpkit.rank_zero_first():
             folder.mkdir(exist_ok=True)
@@ -235,7 +245,7 @@ def test_the_one_before(tmp_path: Path) -> None:
         found = RunFolder(folder).find_checkpoint()
         assert found["epoch"] == 1
         assert found["path"] == str(folder / "last-1.pt")
-        assert (folder / "last.pt.corrupt").exists()
+        assert os.path.lexists(folder / "last.pt.corrupt")
 
 
 @pytest.mark.parametrize(
@@ -647,6 +657,57 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     path.write_bytes(bytes([9, *bytes(7)]) + b"{")
     with refusal("files.parse", path, "no safetensors"):
         pretrained.read_tensors(str(path))
+
+
+def nested(depth: int) -> list:
+    """A list that is small in a file, and large in print."""
+    value: list = [0.1] * 8
+    for _ in range(depth):
+        value = [value] * 8
+    return value
+
+
+def in_itself() -> list:
+    value: list = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", [nested(12), in_itself(), 10**400, [[10**5000]], {"a": nested(9)}]
+)
+@pytest.mark.parametrize("name", ["best", "args", "history", "optimizer", "format"])
+def test_what_would_not_end(value: object, name: str, tmp_path: Path) -> None:
+    """A few bytes that stand for gigabytes are told before anything compares or prints them."""
+    path = tmp_path / "last.pt"
+    torch.save(whole(**{name: {"lr": value}}), path)
+    start = time.monotonic()
+    with pytest.raises(LineError, match=str(path)) as caught:
+        RunFolder(tmp_path)._search()
+    assert time.monotonic() - start < 1
+    assert not isinstance(caught.value, checkpoint.Damaged)
+
+
+def test_archives_of_other_programs(tmp_path: Path) -> None:
+    """Compressed, or of parts that overlap: they may be larger than memory."""
+    path = tmp_path / "file.pt"
+    torch.save({"model": {"w": torch.zeros(10**6)}}, path)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w", 8) as new:
+        for entry in old.namelist():
+            new.writestr(entry, old.read(entry))
+    path.write_bytes(packed.getvalue())
+    with refusal("checkpoint.unreadable", path, "compressed"):
+        checkpoint.read_file(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("file/data.pkl", bytes(1000))
+        entry = archive.infolist()[0]
+        for number in range(9):
+            overlapping = copy.copy(entry)
+            overlapping.filename = f"file/data/{number}"
+            archive.filelist.append(overlapping)
+    with refusal("checkpoint.unreadable", path, "larger than the file"):
+        checkpoint.read_file(path)
 
 
 @pytest.mark.parametrize("entry", [b"/version", b"/data.pkl", b"/data/0"])
