@@ -67,35 +67,38 @@ def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:
         tries += 1
 
 
-def open_file(path: Path | str, most: int = OF_DATA) -> BinaryIO:
+def open_file(path: Path | str, most: int = OF_DATA, is_own: bool = False) -> BinaryIO:
     """Open a regular file to read: all that others may have made is opened here.
 
     Raises an OSError of a pipe, a device or a socket, which may not end, and of more than `most`
-    bytes.
+    bytes. is_own: also of a link, or of a file with other names, by which another user of the
+    folder could have put a file of this user's there.
     """
-    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
+    follow = getattr(os, "O_NOFOLLOW", 0) if is_own else 0
+
+    def open_at_once(path: str, flags: int) -> int:  # also a pipe without a writer
+        return os.open(path, flags | follow | getattr(os, "O_NONBLOCK", 0))
+
+    file = open(path, "rb", opener=open_at_once)  # noqa: SIM115
     status = os.fstat(file.fileno())
     reason = ""
     if not stat.S_ISREG(status.st_mode):
         reason = "not a regular file"
     elif status.st_size > most:
         reason = f"{status.st_size:,} bytes, more than {most:,}"
+    elif is_own and status.st_nlink > 1:
+        reason = "a file of other names"
     if reason:
         file.close()
         raise OSError(None, reason)
     return file
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file, also a pipe that has no writer yet."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def read_file(path: Path | str, most: int = OF_DATA) -> bytes:
+def read_file(path: Path | str, most: int = OF_DATA, is_own: bool = False) -> bytes:
     """Return the content of a regular file; raises an OSError as `open_file` does."""
 
     def read_once() -> bytes:
-        with open_file(path, most) as file:
+        with open_file(path, most, is_own) as file:
             return file.read()
 
     return retried(path, read_once)

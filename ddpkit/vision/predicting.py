@@ -1,6 +1,7 @@
 """The images of predict.py, and what it writes of them."""
 
 import contextlib
+import functools
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -177,7 +178,7 @@ class Predictor:
 
     @contextlib.contextmanager
     def masks(self, output: Path) -> Iterator[Callable[[str, Tensor, Tensor], None]]:
-        """Give the block a function that writes a mask and an overlay, with a legend in the end.
+        """Give the block a function that writes a mask and an overlay, after a legend.
 
         It takes the path of an image, the image (C, H, W), and class numbers, uint8 (H, W), or more
         at the right and below. Raises a UserError if two images have the same name.
@@ -189,10 +190,19 @@ class Predictor:
 
         def save_image(kind: str, path: str, drawn: Image.Image) -> None:
             file = output / kind / f"{name_of[path]}.png"
-            with files.writing(file, parents=True) as tmp_path:
+            with files.writing(file) as tmp_path:
                 drawn.save(tmp_path, format="png")
 
+        @functools.cache
+        def mark() -> None:
+            """Make what tells that this folder is no input, also if the rest is not written."""
+            for kind in ("masks", "overlays"):
+                (output / kind).mkdir(parents=True, exist_ok=True)
+            with drawing(output / "legend.png") as figure:
+                draw_legend(figure, self.classes, set(range(256)), "not tinted")
+
         def write_mask(path: str, image: Tensor, mask: Tensor) -> None:
+            mark()
             pixels = visible(image).permute(1, 2, 0).numpy()
             height, width = pixels.shape[:2]
             numbers = mask[:height, :width].numpy()  # without what was padded
@@ -201,9 +211,6 @@ class Predictor:
             save_image("overlays", path, Image.fromarray(tinted))
 
         yield write_mask
-        if len(self.broken) < len(self.files):  # something was drawn
-            with drawing(output / "legend.png") as figure:
-                draw_legend(figure, self.classes, set(range(256)), "not tinted")
         self.finish(f"{output / 'masks'}, {output / 'overlays'}")
 
     def finish(self, where: object) -> None:
