@@ -8,6 +8,7 @@ Described at docs.ultralytics.com, "Instance segmentation datasets". A line of f
 box, which has no outline.
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,10 +20,12 @@ from ddpkit.convert.labels import LabelledSet, LeftOut, ObjectClasses, Size
 from ddpkit.convert.objects import Entries, MarkedImage, draw_objects, not_there
 from ddpkit.convert.shapes import Shape, Shapes
 from ddpkit.convert.tree import Json, Tree, ending_of, slashes, stem_of
-from ddpkit.errors import UserError, reason_of
+from ddpkit.errors import UserError
 
 NUMBER = re.compile(r"-?\d*\.?\d+(e-?\d+)?")
 PART_KEYS = (("train", "train"), ("val", "val"), ("valid", "val"), ("test", "test"))
+
+MOST_BRACKETS = 10_000  # in a YAML file
 
 
 def find_yolo(tree: Tree) -> list[str]:
@@ -49,7 +52,7 @@ def find_class_lists(tree: Tree) -> list[str]:
 
 
 def first_words(tree: Tree, name: str) -> list[str]:
-    text = files.read_file(tree.path(name)).decode("utf-8-sig", "replace")
+    text = files.read_text(tree.path(name), "replace")
     return text.strip().partition("\n")[0].split()
 
 
@@ -60,12 +63,18 @@ def read_yaml(tree: Tree, name: str) -> Json:
         raise UserError(
             f"{tree.path(name)}: reading it needs one more package: python -m pip install pyyaml"
         ) from None
-    try:
-        return yaml.safe_load(files.read_file(tree.path(name)))
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(
-            f"{tree.path(name)}: no YAML ({reason_of(error)}); repair or remove it"
-        ) from None
+
+    def load(content: bytes) -> Json:
+        # A few bytes of references, or brackets in each other, could take hours.
+        brackets = content.count(b"[") + content.count(b"{")
+        events = [] if brackets > MOST_BRACKETS else yaml.parse(content)
+        if any(isinstance(event, yaml.AliasEvent) for event in events):
+            brackets = math.inf
+        if brackets > MOST_BRACKETS:
+            raise ValueError("references, or too many brackets")
+        return yaml.safe_load(content)
+
+    return files.parse(tree.path(name), load, "YAML", most=files.OF_NOTES)
 
 
 def read_yolo(tree: Tree, names: Sequence[str]) -> LabelledSet:
