@@ -29,6 +29,9 @@ WAITS = (1, 4)  # seconds between tries
 # The most bytes of an image, an array, labels or a list; of what people and runs note.
 OF_DATA = 8 << 30
 OF_NOTES = 256 << 20
+# Letters and values, each as often as it is referred to.
+MOST_VALUES = 1 << 25
+MOST_BITS = 1000  # of an integer: larger ones are no floats
 # The place before what a spreadsheet would compute, also after the ; in some tables.
 FORMULA = re.compile(r"(?:^|(?<=;))(?='*[=+\-@\t\r])")
 # The handle of each lock that this process holds, by its file's device and inode.
@@ -94,11 +97,11 @@ def open_file(path: Path | str, most: int = OF_DATA, is_own: bool = False) -> Bi
     return file
 
 
-def read_file(path: Path | str, most: int = OF_DATA, is_own: bool = False) -> bytes:
+def read_file(path: Path | str, most: int = OF_DATA) -> bytes:
     """Return the content of a regular file; raises an OSError as `open_file` does."""
 
     def read_once() -> bytes:
-        with open_file(path, most, is_own) as file:
+        with open_file(path, most) as file:
             return file.read()
 
     return retried(path, read_once)
@@ -134,6 +137,35 @@ def read_text(path: Path | str, errors: str = "strict", most: int = OF_DATA) -> 
         return content.decode("utf-8-sig", errors)
 
     return parse(path, decode, "text in UTF-8", "save it as UTF-8", most)
+
+
+def check_size(path: Path | str, content: object) -> None:
+    """Raise a UserError if a few bytes stand for more than can be compared or printed.
+
+    Lists of references to one list, for instance, double in length at each level.
+    """
+    sizes: dict[int, int] = {}
+
+    def size_of(value: object) -> int:
+        if isinstance(value, str | bytes):
+            return len(value)
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            return MOST_VALUES
+        parts: list[object] = []
+        if isinstance(value, dict):
+            parts = [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            parts = [*value]
+        if parts and id(value) not in sizes:
+            sizes[id(value)] = sum(map(size_of, parts))
+        return 1 + sizes.get(id(value), 0)
+
+    try:
+        is_usual = size_of(content) < MOST_VALUES
+    except RecursionError:  # it is in itself, for instance
+        is_usual = False
+    if not is_usual:
+        raise UserError(f"{path}: numbers or lists in it are larger than any in use")
 
 
 @contextlib.contextmanager

@@ -52,9 +52,6 @@ KINDS: dict[str, Any] = {  # of what a checkpoint holds; integers are not negati
 KEYS = tuple(KINDS)
 # The kind of what they consist of.
 OF_ROWS = {"args": str, "classes": str, "history": dict, "totals": list}
-# Letters and values, each as often as it is referred to: what a run keeps is less.
-MOST_TEXT = 1 << 25
-MOST_BITS = 1000  # of an integer: larger ones are no floats
 # Errors of what is no file: a folder, a socket, a link to itself.
 OF_NO_FILE = (None, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.ELOOP)
 
@@ -178,7 +175,7 @@ def read_file(path: Path | str, known: Sequence[Any] = ()) -> State:
 
     try:
         state = files.retried(path, attempt)
-        check_size(path, state)
+        files.check_size(path, state)
     except LineError:
         raise
     except Exception as error:  # zipfile, pickle and torch have no common one
@@ -186,35 +183,6 @@ def read_file(path: Path | str, known: Sequence[Any] = ()) -> State:
     if not isinstance(state, dict):
         raise Foreign(f"{path}: not a checkpoint but a {type(state).__name__}")
     return state
-
-
-def check_size(path: Path | str, content: object) -> None:
-    """Raise Foreign if a few bytes stand for more than can be compared or printed.
-
-    Lists of references to one list, for instance, double in length at each level.
-    """
-    sizes: dict[int, int] = {}
-
-    def size_of(value: object) -> int:
-        if isinstance(value, str | bytes):
-            return len(value)
-        if isinstance(value, int) and value.bit_length() > MOST_BITS:
-            return MOST_TEXT
-        parts: list[object] = []
-        if isinstance(value, dict):
-            parts = [*value, *value.values()]
-        elif isinstance(value, list | tuple | set):
-            parts = [*value]
-        if parts and id(value) not in sizes:
-            sizes[id(value)] = sum(map(size_of, parts))
-        return 1 + sizes.get(id(value), 0)
-
-    try:
-        is_usual = size_of(content) < MOST_TEXT
-    except RecursionError:  # it is in itself, for instance
-        is_usual = False
-    if not is_usual:
-        raise Foreign(f"{path}: no run writes numbers or lists of that size")
 
 
 def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:

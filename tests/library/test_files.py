@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all; what checkpoints hold of optimizers."""
 
+import ast
 import contextlib
 import csv
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import die, refusal
+from generated import ROOT, die, refusal
 from ranks import on_ranks
 
 from ddpkit import files
@@ -133,6 +134,46 @@ def test_only_regular_files_are_read(tmp_path):
     assert files.read_text(path, "replace") == "\ufffd"
     with refusal("files.failure", path, "1 bytes, more than 0"):
         files.read_text(path, most=0)
+
+
+OPENS = re.compile(
+    r"((io|os)\.)?open|(np|torch|json|yaml)\.load|(Image|zipfile|tarfile)\.open|shutil\.copy(file|tree|2)?|"
+    r"(?!files\.).*\.(read_text|read_bytes|TiffFile|ZipFile|load_file|safe_open|imread|fromfile|"
+    r"memmap)|loadmat|whosmat|ElementTree\.(parse|iterparse)|(path|file|source)\.open"
+)
+# What a run and this machine have by themselves, and what is told apart by the argument.
+OWN = {
+    "files.py": {"open", "os.open"},
+    "errors.py": {"os.open"},
+    "__main__.py": {"shutil.copytree"},
+    "agreement.py": {"path.read_bytes"},  # the code that runs
+    # read as data everywhere else
+    "folders.py": {"open"},
+    "check.py": {"open"},
+    "masks.py": {"path.read_text"},
+}
+
+
+def test_one_door():
+    """What others may have made is opened by files.py alone; elsewhere only what it has opened."""
+    library = ROOT / "ddpkit"
+    found = {}
+    for path in library.rglob("*.py"):
+        if path.parent.name == "ranks":  # the kernel's files, and sockets
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            given = [ast.unparse(each) for each in node.args]
+            is_opened = given and re.match(
+                r"file$|new$|io\.BytesIO\(|content", given[0]
+            )
+            is_written = any(re.fullmatch("'[wx]b?'", each) for each in given)
+            is_own = is_opened or is_written or name in OWN.get(path.name, ())
+            if OPENS.fullmatch(name) and not is_own:
+                found.setdefault(path.name, []).append((name, node.lineno))
+    assert found == {}
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
