@@ -52,8 +52,6 @@ KINDS: dict[str, Any] = {  # of what a checkpoint holds; integers are not negati
 KEYS = tuple(KINDS)
 # The kind of what they consist of.
 OF_ROWS = {"args": str, "classes": str, "history": dict, "totals": list}
-# Errors of what is no file: a folder, a socket, a link to itself.
-OF_NO_FILE = (None, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.ELOOP)
 
 
 class Damaged(UserError):
@@ -190,11 +188,11 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
 
     is_whole: an archive whose checksums are right.
     """
-    # A link that leads nowhere. EINVAL: an offset before the beginning, as an archive may
-    # have that is cut short.
-    is_dangling = isinstance(error, FileNotFoundError) and os.path.islink(path)
-    is_of_disk = isinstance(error, OSError) and error.errno not in OF_NO_FILE
-    if is_of_disk and not is_dangling:
+    # such as a folder, or a link that leads nowhere
+    is_no_file = os.path.lexists(path) and not os.path.isfile(path)
+    # EINVAL: an offset before the beginning, as an archive may have that is cut short.
+    is_cut = getattr(error, "errno", None) in (None, errno.EINVAL)
+    if isinstance(error, OSError) and not is_cut and not is_no_file:
         return files.failure(path, error, "read")
     said = getattr(error, "strerror", None) or str(error).strip()
     reason = re.split(r"\n|\. ", said)[0][:120] or type(error).__name__

@@ -223,11 +223,11 @@ def copy_matching(
             "another --arch?"
         )
     model.load_state_dict(fitting, strict=False)
-    sizes = {name: weight.numel() for name, weight in mine.items()}
-    share = sum(sizes[name] for name in fitting) / max(1, sum(sizes.values()))
-    line = f"--weights: {len(fitting)} of {len(mine)} tensors loaded"
-    if prefix:
-        line += f" from {prefix}*"
+    share = sum(map(torch.numel, fitting.values())) / sum(
+        map(torch.numel, mine.values())
+    )
+    start = f" from {prefix}*" if prefix else ""
+    line = f"--weights: {len(fitting)} of {len(mine)} tensors loaded{start}"
     line += f", {100 * share:.4g} % of the network"
     new = [name for name in mine if name not in fitting]
     if new:
@@ -269,10 +269,9 @@ def find_prefixes(mine: Tensors, theirs: Tensors) -> tuple[str, str]:
 
     def rank(found: tuple[str, str]) -> tuple[int, ...]:
         """Return what is the least of the best: the most matches, then KEYS, then the shortest."""
-        prefix, own = found
-        first = prefix.partition(".")[0]
-        key = KEYS.index(first) if first in KEYS else len(KEYS)
-        return -counts[found], key, len(prefix), len(own)
+        first = found[0].partition(".")[0]
+        place = (*KEYS, first).index(first)
+        return -counts[found], place, *map(len, found)
 
     known = [found for found in counts if 2 * counts[found] >= starts[found[1]]]
     return min(known, key=rank, default=("", ""))
