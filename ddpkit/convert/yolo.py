@@ -62,13 +62,13 @@ def read_yaml(tree: Tree, name: str) -> Json:
             f"{tree.path(name)}: reading it needs one more package: python -m pip install pyyaml"
         ) from None
 
-    def load(content: bytes) -> Json:
+    def read_content(content: bytes) -> Json:
         if content.count(b"[") + content.count(b"{") > MOST_BRACKETS:
             raise ValueError("too many brackets")
         return yaml.safe_load(content)
 
     path = tree.path(name)
-    content = files.parse(path, load, "YAML", most=files.OF_NOTES)
+    content = files.parse(path, read_content, "YAML", most=files.OF_NOTES)
     files.check_size(path, content)  # references to references may stand for gigabytes
     return content
 

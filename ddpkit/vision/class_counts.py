@@ -149,9 +149,9 @@ def class_weights(
         return torch.tensor(given, dtype=torch.float32)
     rows = count_classes(dataset, classes)
     totals = np.bincount(rows[:, 1], weights=rows[:, 2], minlength=len(classes))
-    usual = totals.sum() / np.count_nonzero(totals)
+    usual = np.full(len(classes), totals.sum() / np.count_nonzero(totals))
     if several_labels:
-        usual = np.maximum(len(dataset) - totals, 1)
+        usual = np.maximum((samples.size(dataset) or 0) - totals, 1)
     weights = usual / np.maximum(totals, 1)
     weights[totals == 0] = 1  # which no sample uses
     warn(classes, totals, "none of the training samples (weight 1)")

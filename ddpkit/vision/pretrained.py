@@ -115,14 +115,14 @@ def read_tensors(path: str) -> Tensors:
         return files.parse(path, load, "safetensors", remedy, sys.maxsize)
     tensors: dict[str, Tensor] = {}
 
-    def add(content: Mapping[object, object], prefix: str) -> None:
+    def flatten(content: Mapping[Any, Any], prefix: str) -> None:
         for key, value in content.items():
             if isinstance(value, Tensor):
                 tensors[f"{prefix}{key}"] = value
             elif isinstance(value, Mapping):
-                add(value, f"{prefix}{key}.")
+                flatten(value, f"{prefix}{key}.")
 
-    add(checkpoint.read_file(path, [Namespace]), "")
+    flatten(checkpoint.read_file(path, [Namespace]), "")
     return tensors
 
 
@@ -267,11 +267,11 @@ def find_prefixes(mine: Tensors, theirs: Tensors) -> tuple[str, str]:
                 if weight is not None and fits(value, weight):
                     counts[name.removesuffix(rest), own] += 1
 
-    def rank(found: tuple[str, str]) -> tuple[int, ...]:
+    def quality(found: tuple[str, str]) -> tuple[int, ...]:
         """Return what is the least of the best: the most matches, then KEYS, then the shortest."""
         first = found[0].partition(".")[0]
         place = (*KEYS, first).index(first)
         return -counts[found], place, *map(len, found)
 
     known = [found for found in counts if 2 * counts[found] >= starts[found[1]]]
-    return min(known, key=rank, default=("", ""))
+    return min(known, key=quality, default=("", ""))

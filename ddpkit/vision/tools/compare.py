@@ -111,12 +111,12 @@ def runs_in(folder: Path) -> list[Path]:
 def read_run(folder: Path) -> Compared:
     """Return a run, which may be at work; raise a UserError if its files are damaged."""
 
-    def parse(content: bytes) -> tuple[dict[str, object], str, str]:
+    def take_facts(content: bytes) -> tuple[dict[str, object], str, str]:
         facts = json.loads(content)
         metric, direction = facts.get("best") or ("", "")  # until it is worked out
         return dict(facts["flags"]), str(metric), str(direction)
 
-    found = files.parse(folder / "args.json", parse, "run", most=files.OF_NOTES)
+    found = files.parse(folder / "args.json", take_facts, "run", most=files.OF_NOTES)
     flags, metric, direction = found
     return Compared(folder, flags, rows.recorded_rows(folder), metric, direction)
 
