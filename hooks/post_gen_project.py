@@ -85,7 +85,7 @@ def replace(name: str, changes: dict[str, str]) -> None:
 
 def write_requirements(lines: list[str]) -> None:
     """Write the answers and what the project requires into pyproject.toml, and for pip, too."""
-    name = re.sub(r"[-_.]+", "-", CONTEXT["project_slug"]).strip("-").lower()
+    name = re.sub("[^A-Za-z0-9]+", "-", CONTEXT["project_slug"]).strip("-").lower()
     title = quoted(CONTEXT["project_name"])
     listed = "".join(f"\n  {quoted(line)}," for line in lines)
     changes = {
@@ -159,7 +159,7 @@ if "_repo_dir" in CONTEXT:
     address, commit = template_version(repository) or ("", "")
     if commit:
         write_cruft_file(address, commit)
-else:  # cruft runs this hook and writes the file itself
+else:  # cruft, which writes the file itself, or copier
     repository = None
     address = CONTEXT.get("_template", "")
     commit = CONTEXT.get("_commit", "")
@@ -176,7 +176,7 @@ if "_repo_dir" in CONTEXT or not is_update:
     print(
         f"""
 Next:
-  cd {CONTEXT["project_slug"]}
+  cd {Path.cwd().name}
   uv sync
   uv run {start}
 or, without uv:

@@ -1,7 +1,7 @@
 """All pages that quote the code, each as its own script writes it.
 
-Run this to write anew what is out of date. `make test` and `make check` do so first, and end at once
-if there was any: it is to be committed.
+Run this to write anew what is out of date. `make test` and `make check` do so first, and end
+at once if there was any: it is to be committed.
 """
 
 import sys

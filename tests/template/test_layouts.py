@@ -116,6 +116,7 @@ def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) 
         digests.add(digest(tmp_path / "out"))
 
     assert str(copy) in own.copy_command().ok().out
+    assert "MIT License" in (copy / "LICENSE").read_text()
     own.copy_command().refused("__main__.copy", copy)
     check(copy, launch)
     # Where the folder of main.py is left out, the other one would be used in silence.

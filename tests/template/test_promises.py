@@ -35,6 +35,7 @@ FLAGS = {
     "TensorRT": "--fp16 --int8 --onnx --saveEngine",
     "uv": "--no-annotate --no-header --python-version --universal",
     "cookiecutter": "--checkout --no-input",
+    "copier": "--trust",
     "pip": "--index-url",
     "pre-commit": "--all-files",
 }

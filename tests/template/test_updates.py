@@ -1,5 +1,6 @@
 """The template as a repository: its projects, forks and releases, and what cruft brings later."""
 
+import filecmp
 import json
 import os
 import re
@@ -210,6 +211,43 @@ def test_update(repository: Repository, tmp_path: Path) -> None:
     assert not (project / "tasks").exists()
     assert cruft_file(project)["commit"] == newest
     cruft("check", cwd=project, env=env)
+
+
+def copier(*words: object, cwd: Path, env: Env) -> str:
+    """Run it, and return what it and the hook have printed."""
+    command = [sys.executable, "-m", "copier", *words, "--defaults", "--trust"]
+    options = {"check": True, "capture_output": True, "text": True}
+    return subprocess.run(command, cwd=cwd, env=env, **options).stdout
+
+
+def test_copier(repository: Repository, tmp_path: Path) -> None:
+    """It generates what cookiecutter does, and updates it, with an owner's edits."""
+    origin, env = repository
+    git("tag", "v1.0.0", cwd=origin, env=env)
+    fork = "my-lab/ddp-template"
+    project = cookiecutter(f"gh:{fork}", "task=segmentation", cwd=tmp_path, env=env)
+    same = tmp_path / "by_copier" / project.name
+    words = ["copy", "--data", "task=segmentation", f"gh:{fork}", same]
+    assert "  cd my_ddp_project\n  uv sync\n" in copier(*words, cwd=tmp_path, env=env)
+    compared = filecmp.dircmp(project, same)
+    assert compared.left_only == [".cruft.json"]
+    assert compared.right_only == [".copier-answers.yml"]
+    folders = [compared]
+    while folders:
+        folder = folders.pop()
+        folders += folder.subdirs.values()
+        assert not folder.diff_files
+        assert folder is compared or not folder.left_only + folder.right_only
+    edit(same, env, main=MINE)
+    with open(origin / TEMPLATE_FOLDER / "main.py", "a") as file:
+        file.write("# newer\n")
+    commit(origin, env)
+    git("tag", "v1.1.0", cwd=origin, env=env)
+    assert "Next:" not in copier("update", cwd=same, env=env)
+    text = (same / "main.py").read_text()
+    assert "# mine\n" in text
+    assert text.endswith("# newer\n")
+    git("diff", "--check", cwd=same, env=env)
 
 
 def test_cruft_file(repository: Repository, tmp_path: Path) -> None:
