@@ -819,21 +819,3 @@ def stopping(save: Callable[[], object] | None = None) -> Iterator[Callable[[], 
             if save:
                 save()
             exit_stopped("and saved" if save else "")
-
-
-@contextlib.contextmanager
-def explaining() -> Iterator[None]:
-    """Within the block a rank that fails ends all, and one line or block says why, and where.
-
-    A hang of the collectives prints where each rank is. Put it around all of a script's work.
-
-        if __name__ == "__main__":
-            with ddpkit.explaining():
-                main()
-    """
-    from ddpkit.ranks import failures, handlers
-
-    handlers.install_handlers()
-    handlers.note_start()
-    with failures.one_line_errors(loading.explain_loading):
-        yield

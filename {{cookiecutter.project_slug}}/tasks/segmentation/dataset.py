@@ -1,5 +1,6 @@
 """The data set: images and their masks, and the augmentation. README.md describes folders."""
 
+import functools
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ VOID = 255  # the class number that loss and metrics ignore
 # them normalised by these, unless DIR/data.json has its own.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-draw_demo = ddpkit.demo_masks  # without --data
+draw_demo = functools.partial(ddpkit.demo_set, masks=True)  # without --data
 AUGMENTATIONS = {  # the names that --augment takes; add yours, if it takes masks, too
     "color": v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
     "grey": v2.RandomGrayscale(p=0.1),

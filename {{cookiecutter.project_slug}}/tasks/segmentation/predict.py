@@ -49,17 +49,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     def predict(part: Tensor) -> Tensor:
         return infer(job.model, job.normalize(part), args)
 
+    def choose(logits: Tensor) -> Tensor:
+        """Return class numbers: logits of a large image may need more memory than there is."""
+        return logits.argmax(1).byte().cpu()
+
     with job.masks(given.output) as write:
         for path, image in job.images():
-            padded = pad(image, 0)
-            mask = torch.empty(padded.shape[1:], dtype=torch.uint8)
-            # Band by band: logits of the whole image may need more memory than there
-            # is.
-            for rows, logits in ddpkit.sliding_window_rows(
-                predict, padded, args.tile, STRIDE
-            ):
-                mask[rows] = logits.argmax(0)
-            write(path, image, mask)
+            padded = pad(image, 0)[None]
+            mask = ddpkit.sliding_window(predict, padded, args.tile, STRIDE, choose)
+            write(path, image, mask[0])
 
 
 if __name__ == "__main__":
