@@ -98,10 +98,10 @@ def normalize_images(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
         number, channels, height, width = values.shape
         rows = values.permute(0, 2, 3, 1).view(number, height, channels * width)
         mean, std = channel_statistics(format.statistics, images.device, width)
-        rows.sub_(mean.flatten()).div_(std.flatten())
+        rows.sub_(mean).div_(std)
         return values
     mean, std = channel_statistics(format.statistics, images.device)
-    return values.sub_(mean).div_(std)
+    return values.sub_(mean[:, None, None]).div_(std[:, None, None])
 
 
 # A copy to the device at every step would wait for it; to repeat takes 20 us.
@@ -109,9 +109,9 @@ def normalize_images(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
 def channel_statistics(
     statistics: tuple, device: torch.device, times: int = 1
 ) -> tuple[Tensor, ...]:
-    """Return mean and deviation of values from 0 to 255, float32 (channels, 1, 1) each.
+    """Return mean and deviation of values from 0 to 255, float32 (channels,) each.
 
     times: how often these are repeated.
     """
     values = torch.tensor(statistics).mul(255).repeat(1, times)
-    return values.view(2, -1, 1, 1).to(device).unbind()
+    return values.to(device).unbind()

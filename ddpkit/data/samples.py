@@ -65,9 +65,11 @@ def seed(*key: int) -> None:
     # torch.manual_seed takes a hundred times as long
     torch.default_generator.manual_seed(value)
     device = torch.get_device_module()
+    if device is torch.cpu:
+        return
     # Apple's does not say whether it is in use; a loader worker has to leave it alone.
     is_in_use = getattr(device, "is_initialized", lambda: get_worker_info() is None)
-    if device is not torch.cpu and is_in_use():
+    if is_in_use():
         device.manual_seed(value)
 
 
