@@ -64,21 +64,21 @@ def format_of(loader: object) -> Format:
 
 def move(batch: object, device: torch.device, format: Format) -> tuple:
     """Return a batch, which has travelled as uint8, on `device`, as `eval_batches` describes it."""
-    images, _, *others = unpack(batch)
+    images, targets, *others = unpack(batch)
     normalized = normalize_images(_moved(images, device), format)
     moved = [_moved(each, device) for each in others]
-    return Batch([normalized, targets_of(batch, device), *moved])
+    return Batch([normalized, move_targets(targets, device), *moved])
 
 
 def _moved(part: Any, device: torch.device) -> Any:
-    if isinstance(part, Tensor):
+    if isinstance(part, Tensor) and part.device != device:
         return part.to(device, non_blocking=devices.copies_async(device))
     return part
 
 
-def targets_of(batch: object, device: torch.device) -> Any:
-    """Return the targets of a batch on `device`: int64, or float32; what is no tensor as it is."""
-    targets = _moved(unpack(batch)[1], device)
+def move_targets(targets: Any, device: torch.device) -> Any:
+    """Return targets on `device`: int64, or float32; what is no tensor as it is."""
+    targets = _moved(targets, device)
     if not isinstance(targets, Tensor):
         return targets
     return targets.float() if targets.is_floating_point() else targets.long()

@@ -92,7 +92,8 @@ class Passes:
         """Those of each pass, on the device: int64, or float32."""
         if self.moved:
             return iter([self.moved[0][1]])
-        return (normalizing.targets_of(batch, self.device) for batch in self.batches)
+        batches = map(normalizing.unpack, self.batches)
+        return (normalizing.move_targets(each[1], self.device) for each in batches)
 
 
 class Run(Checkpoints):

@@ -13,31 +13,24 @@ from ddpkit.run.outputs import to_logits
 Predict = Callable[[Tensor], Tensor]  # (1, 3, h, w) -> logits (1, classes, h, w)
 
 
-def sliding_window(
-    predict: Predict,
-    images: Tensor,
-    tile: int,
-    step: int,
-    keep: Callable[[Tensor], Tensor] = to_logits,
-) -> Tensor:
+def sliding_window(predict: Predict, images: Tensor, tile: int, step: int) -> Tensor:
     """Return the logits of `images` (N, 3, H, W), float32 (N, classes, H, W).
 
-    predict: takes images of any size, as a network's `forward` does.
+    predict: takes images of any size, as a network's `forward` does. Class numbers in place of
+        logits, logits.argmax(1, keepdim=True), need less memory for a large image.
     tile: side in pixels of the overlapping tiles in which larger images are predicted, one after
         another; smaller ones are predicted whole, all at once. 0: always whole. Where tiles
         overlap, each pixel's logits are those of the tile in which it lies further from the edge.
     step: tiles begin at multiples of it, as the cells of a network of that stride do.
-    keep: what is returned in place of the logits, of each band of rows, (n, classes, rows, W):
-        those of a whole image may need more memory than there is.
 
         logits = ddpkit.sliding_window(model.forward, images, args.tile, STRIDE)
     """
     if not is_tiled(images, tile, step):
-        return keep(to_logits(predict(images)))
+        return to_logits(predict(images))
     wholes = []
     for image in images.split(1):
-        bands = map(keep, predict_bands(predict, image, tile, step))
-        wholes.append(torch.cat(list(bands), dim=-2))
+        bands = list(predict_bands(predict, image, tile, step))
+        wholes.append(torch.cat(bands, dim=2))
     return torch.cat(wholes)
 
 

@@ -42,22 +42,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.checkpoint, given.inputs, build_model, parse_args, given.output
     )
     args = job.args  # with which the network was trained
-    args.tile = args.tile if given.tile is None else given.tile
+    if given.tile is not None:
+        args.tile = given.tile
     args.tta |= given.tta
 
     @torch.inference_mode()
     def predict(part: Tensor) -> Tensor:
-        return infer(job.model, job.normalize(part), args)
-
-    def choose(logits: Tensor) -> Tensor:
-        """Return class numbers: logits of a large image may need more memory than there is."""
-        return logits.argmax(1).byte().cpu()
+        images = job.normalize(part)
+        logits = infer(job.model, images, args)
+        # of each tile: logits of a whole image may need more memory than there is
+        return logits.argmax(1, keepdim=True)
 
     with job.masks(given.output) as write:
         for path, image in job.images():
             padded = pad(image, 0)[None]
-            mask = ddpkit.sliding_window(predict, padded, args.tile, STRIDE, choose)
-            write(path, image, mask[0])
+            masks = ddpkit.sliding_window(predict, padded, args.tile, STRIDE)
+            mask = masks[0, 0].byte().cpu()
+            write(path, image, mask)
 
 
 if __name__ == "__main__":
