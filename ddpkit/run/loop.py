@@ -22,7 +22,14 @@ from ddpkit.run.checkpoint import KEYS, OTHER_RUN
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps
 from ddpkit.run.folder import RunFolder
-from ddpkit.run.progress import LOSS, Sums, kept, means_of, progress_line
+from ddpkit.run.progress import (
+    LOSS,
+    Sums,
+    kept,
+    means_of,
+    progress_line,
+    say_batches,
+)
 from ddpkit.run.resuming import Checkpoints, Phase, Steps, is_later
 from ddpkit.run.states import State
 
@@ -340,6 +347,8 @@ class Run(Checkpoints):
         if state.get("training_set") not in known and not state["seen"]:
             line += "; other training images than then"
         distributed.print0(line + self._place_line(steps, self.source.steps))
+        sizes = "--batch-size x ranks x --accumulate", "--lr"
+        say_batches(state["global_batch"], self.source.global_batch, *sizes)
         changed = checkpoint.changes(state["args"], self.flags)
         if changed:
             distributed.print0(f"changed since then: {changed}")
@@ -395,8 +404,9 @@ class Run(Checkpoints):
             distributed.print0(f"nothing left to do; {remedy}")
         elif self.epoch < self.last_epoch and not self.is_out:
             distributed.print0(
-                f"the loop was left after epoch {self.epoch} of {self.last_epoch}: the same "
-                "command goes on from there; to stop early for good, use --patience"
+                f"the loop was left after epoch {self.epoch} of {self.last_epoch}: the run is not "
+                "finished, and the same command continues from there; to end early for good use "
+                f"--patience or --epochs {self.epoch}"
             )
         else:
             example = samples.file_of(samples.dataset_of(self.val_loader), 0)

@@ -180,3 +180,15 @@ def progress_line(state: State, steps: int, of_epochs: str = "epochs") -> str:
     if steps:
         line += f" and {steps} step{'s' * (steps != 1)} of the next"
     return line
+
+
+def say_batches(then: int, now: int, sizes: str, rate: str) -> None:
+    """Say a line if a run goes on with another global batch; 0 then: there was none.
+
+    sizes, rate: what the caller calls its factors, and the learning rate.
+    """
+    if then not in (0, now):
+        distributed.print0(
+            f"the global batch was {then} and is {now}: other steps follow; choose {sizes} = "
+            f"{then} for the same ones, or scale {rate} by about {now / then:.3g}"
+        )

@@ -40,7 +40,7 @@ from ddpkit.ranks.stopping import (
 from ddpkit.ranks.virtual import VirtualRanks
 from ddpkit.run import checkpoint, states
 from ddpkit.run.folder import RunFolder
-from ddpkit.run.progress import progress_line
+from ddpkit.run.progress import progress_line, say_batches
 from ddpkit.run.states import State
 from ddpkit.run.unsaved import LoopVariables, Unsaved
 
@@ -713,6 +713,8 @@ class Checkpoints:
         if global_batch:
             if global_batch != self.global_batch:
                 reason = "another batch size, or other ranks, then"
+                sizes = "batch_size x ranks x accumulate", "the learning rate"
+                say_batches(self.global_batch, global_batch, *sizes)
             self.global_batch = global_batch
         elif not isinstance(batches, Sequence) and self.ranks_then != ranks:
             reason = f"{self.ranks_then} ranks then"

@@ -1,7 +1,8 @@
 """Compare runs, best first: python -m ddpkit compare runs/*
 
 Prints of each --output-dir the best value of the metric that chooses best.pt and its epoch, how
-many epochs are done, how long they have trained, and the flags that differ between the runs.
+many epochs are done, how long they have trained, and the flags, and the global batch, if they
+differ between the runs.
 """
 
 import datetime
@@ -22,6 +23,7 @@ from ddpkit.vision.rows import Row
 # flags that do not matter, and what data and network say
 LEFT_OUT = (*OF_A_START, "output_dir", "several_labels", "crop")
 NONE = "-"
+BATCH = "global batch"
 # what reading a run's files may raise
 DAMAGED = (
     OSError,
@@ -35,7 +37,7 @@ DAMAGED = (
 
 @dataclass
 class Compared:
-    """A run: its flags, its rows of metrics.csv, and the metric that says which epoch is best."""
+    """A run: its flags and global batch, its rows of metrics.csv, and the metric of its best."""
 
     folder: Path
     flags: Mapping[str, object]
@@ -61,8 +63,8 @@ class Compared:
         seconds = [rows.number_in(row, "train_seconds") for row in self.rows]
         known = sum(value for value in seconds if math.isfinite(value))
         epochs = str(self.rows[-1]["epoch"] if self.rows else 0)
-        if "epochs" in self.flags:
-            epochs += f"/{self.flags['epochs']}"
+        if "--epochs" in self.flags:
+            epochs += f"/{self.flags['--epochs']}"
         best = NONE
         if self.top:
             best = f"{self.metric} {rows.as_digits(self.score)}"
@@ -95,13 +97,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs.sort(key=lambda run: run.order)
     names = differing([run.flags for run in runs])
     columns = ["run", "best", "epoch", "done", "trained"]
-    columns += [f"--{name.replace('_', '-')}" for name in names]
+    columns += names
     cells = []
     for run in runs:
         values = [as_cell(run.flags.get(name)) for name in names]
         cells.append(run.cells() + values)
     for line in rows.table_lines(columns, cells):
         print_line(line, sys.stdout)
+    if BATCH in names:
+        found = sorted({str(run.flags[BATCH]) for run in runs}, key=len)
+        print_line(
+            f"{BATCH}: {' and '.join(found)}, so that steps are not alike; compare runs of one "
+            "--batch-size x ranks x --accumulate, or of an --lr that is scaled with it",
+            sys.stdout,
+        )
 
 
 def is_run(folder: Path) -> bool:
@@ -121,7 +130,10 @@ def read_run(folder: Path) -> Compared:
     """Return a run, which may be at work; raise one of DAMAGED if its files are damaged."""
     facts = json.loads((folder / "args.json").read_bytes())
     metric, direction = facts.get("best") or ("", "")  # until it is worked out
-    flags = dict(facts["flags"])
+    flags = {BATCH: facts.get("global_batch")}
+    for name, value in facts["flags"].items():
+        if name not in LEFT_OUT:
+            flags[f"--{name.replace('_', '-')}"] = value
     return Compared(folder, flags, rows.recorded_rows(folder), metric, direction)
 
 
@@ -130,7 +142,7 @@ def differing(flags: Sequence[Mapping[str, object]]) -> list[str]:
     names = []
     for name in dict.fromkeys(name for each in flags for name in each):
         values = {json.dumps(each.get(name), sort_keys=True) for each in flags}
-        if len(values) > 1 and name not in LEFT_OUT:
+        if len(values) > 1:
             names.append(name)
     return names
 
