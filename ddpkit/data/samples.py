@@ -97,20 +97,15 @@ def keeping_random_state() -> Iterator[None]:
 
 def be_deterministic() -> None:
     """Have GPUs compute the same bits each time; a warning names an operation that cannot."""
-    from torchmetrics import Metric
-
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling what torch.empty returns takes time, and nothing here reads it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # torchmetrics has no public place for this
-    wrap = getattr(Metric, "_wrap_update", None)
-    if wrap is None:
-        distributed.print0(
-            "--deterministic: this torchmetrics takes more memory to count pixels"
-        )
-    elif wrap.__module__ != __name__:
-        Metric._wrap_update = lambda self, update: _in_any_order()(wrap(self, update))  # type: ignore
+    metric: Any = getattr(sys.modules.get("torchmetrics"), "Metric", None)
+    # it has no public place for this
+    wrap = getattr(metric, "_wrap_update", None)
+    if wrap and wrap.__module__ != __name__:
+        metric._wrap_update = lambda self, update: _in_any_order()(wrap(self, update))
 
 
 @contextlib.contextmanager

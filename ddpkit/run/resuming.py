@@ -239,7 +239,8 @@ class Checkpoints:
         self.share_outside = distributed.rank() * self.draws_by_rank
         self.ranks = distributed.world_size()
         self.rank = distributed.rank()
-        self.virtual: list[VirtualRanks] = []  # networks, of this loop
+        # of this loop, by the id of the network within
+        self.virtual: dict[int, VirtualRanks] = {}
         self.streams: dict[int, random.Random] = {}
         self.first_step = 0  # of this process
         self.phase = Phase.OUTSIDE
@@ -408,9 +409,11 @@ class Checkpoints:
 
     def _find_virtual(self, networks: Sequence[nn.Module], of_loader: int) -> None:
         """Find the networks of virtual ranks; a UserError if the loader has other ranks."""
-        found = [replicas.in_ddp(each) for each in networks]
-        self.virtual = [each for each in found if isinstance(each, VirtualRanks)]
-        for of_network in {each.ranks for each in self.virtual} or {0}:
+        self.virtual = {}
+        for each in map(replicas.in_ddp, networks):
+            if isinstance(each, VirtualRanks):
+                self.virtual[id(each.module)] = each
+        for of_network in {each.ranks for each in self.virtual.values()} or {0}:
             if of_network != of_loader:
                 raise UserError(
                     f"the training loader has virtual_ranks={of_loader}, a network given to "
@@ -424,13 +427,12 @@ class Checkpoints:
 
     def _load_buffers(self) -> None:
         """Give the networks the buffers that each rank has had in the epoch that goes on."""
-        virtual = {id(each.module): each for each in self.virtual}
         for name, of_ranks in self.buffers.items():
             part = self.parts[name]
             if len(of_ranks) != self.ranks:
                 continue
-            if id(part) in virtual:
-                virtual[id(part)].load_buffers(of_ranks)
+            if id(part) in self.virtual:
+                self.virtual[id(part)].load_buffers(of_ranks)
             else:
                 states.load_module(part, of_ranks[self.rank], strict=False)
         self.buffers.clear()
@@ -447,7 +449,7 @@ class Checkpoints:
         Before the first and after the last all processes draw alike, as a rank beyond all others.
         """
         for number, batch in enumerate(batches):
-            for network in self.virtual:
+            for network in self.virtual.values():
                 rank = network.begin_pass(number, count)
                 if rank != self.rank:
                     self._begin_rank(rank)

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -145,12 +145,12 @@ def kinds(parts: Parts) -> dict[str, str]:
 
 
 def compare_ranks(
-    parts: Parts, taken: State, virtual: Sequence[VirtualRanks] = ()
+    parts: Parts, taken: State, virtual: Mapping[int, VirtualRanks]
 ) -> dict[str, list[State]]:
     """Return the states of all ranks of those parts of which they differ; all have to call it.
 
     Of a network that is what it has besides weights. taken: what `take_states` has returned.
-    virtual: networks, of which the buffers of all virtual ranks are kept.
+    virtual: by the id of a network, of which the buffers of all virtual ranks are kept.
 
     Raises a UserError if that is a part that has to be the same on all ranks.
     """
@@ -167,10 +167,9 @@ def compare_ranks(
             }
     ranks = distributed.gather_objects(checksums(others))
     own = {}
-    networks = {id(each.module): each for each in virtual}
     for name, part in parts.items():
-        if id(part) in networks:
-            buffers = networks[id(part)].buffers_of_ranks()
+        if id(part) in virtual:
+            buffers = virtual[id(part)].buffers_of_ranks()
             own[name] = list(chain(*distributed.gather_objects(buffers)))
             continue
         if len({each[name] for each in ranks}) == 1:
