@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddpkit.errors import UserError, escape, print_line, reason_of
 from ddpkit.run.flags import OF_A_START, Parser
@@ -40,7 +41,7 @@ class Compared:
     """A run: its flags and global batch, its rows of metrics.csv, and the metric of its best."""
 
     folder: Path
-    flags: Mapping[str, object]
+    flags: Mapping[str, Any]
     rows: Sequence[Row]
     metric: str
     direction: str
@@ -104,11 +105,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         cells.append(run.cells() + values)
     for line in rows.table_lines(columns, cells):
         print_line(line, sys.stdout)
-    if BATCH in names:
-        found = sorted({str(run.flags[BATCH]) for run in runs}, key=len)
+    sizes = sorted({run.flags[BATCH] for run in runs if run.flags[BATCH]})
+    if len(sizes) > 1:
         print_line(
-            f"{BATCH}: {' and '.join(found)}, so that steps are not alike; compare runs of one "
-            "--batch-size x ranks x --accumulate, or of an --lr that is scaled with it",
+            f"{BATCH}: {' and '.join(map(str, sizes))}, so that steps are not alike; compare runs "
+            "of one --batch-size x ranks x --accumulate, or of an --lr that is scaled with it",
             sys.stdout,
         )
 
@@ -130,7 +131,7 @@ def read_run(folder: Path) -> Compared:
     """Return a run, which may be at work; raise one of DAMAGED if its files are damaged."""
     facts = json.loads((folder / "args.json").read_bytes())
     metric, direction = facts.get("best") or ("", "")  # until it is worked out
-    flags = {BATCH: facts.get("global_batch")}
+    flags: dict[str, Any] = {BATCH: facts.get("global_batch")}
     for name, value in facts["flags"].items():
         if name not in LEFT_OUT:
             flags[f"--{name.replace('_', '-')}"] = value
