@@ -26,12 +26,10 @@ def drawn(
 ) -> Callable[[str], Path]:
     """A set to spoil, of each kind: 53 + 23 images."""
 
-    draws = {"labels": ddpkit.demo_classes, "masks": ddpkit.demo_masks}
-
     def draw(kind: str) -> Path:
         source = tmp_path_factory.getbasetemp() / f"drawn {kind}"
         if not source.exists():
-            draws[kind](source, 53, 23)
+            ddpkit.demo_set(source, 53, 23, masks=kind == "masks")
         return shutil.copytree(source, tmp_path / "own")
 
     return draw

@@ -543,7 +543,7 @@ def test_a_colour_that_comes_twice_in_a_palette(tmp_path: Path) -> None:
 def test_a_set_that_mixes(tmp_path: Path) -> None:
     """Training says so before its first step; void in an optimised file is no crack."""
     data = tmp_path / "set"
-    ddpkit.demo_masks(data, 12, 4)
+    ddpkit.demo_set(data, 12, 4, masks=True)
     Image.new("1", (64, 64), 1).save(data / "train/masks/0003.png")
     with refusal("masks.add_meanings", data / "train/masks/0003.png"):
         content(data)
@@ -567,7 +567,7 @@ def test_colors(project: Project, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     data = tmp_path / "set"
     for folder in plain, data:
-        ddpkit.demo_masks(folder, 20, 6)
+        ddpkit.demo_set(folder, 20, 6, masks=True)
     repaint(data, recolor)
     text = "background = 10 20 30\r\ncrack = 200,0, 7\r\nvoid = 0 0 0"
     (data / "classes.txt").write_bytes(text.encode("utf-8-sig"))
@@ -591,7 +591,7 @@ def test_masks_that_cannot_be_meant(
     tmp_path: Path, change: Callable, text: str | None, words: list[str]
 ) -> None:
     data = tmp_path / "set"
-    ddpkit.demo_masks(data, 12, 4)
+    ddpkit.demo_set(data, 12, 4, masks=True)
     repaint(data, change)
     (data / "classes.txt").unlink()
     if text:
