@@ -10,15 +10,15 @@ What the columns mean is told by their names alone.
 """
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpkit.convert import runs
-from ddpkit.convert.labels import LabelledSet, Sample, part_of
+from ddpkit.convert.labels import LabelledSet, Sample
 from ddpkit.convert.objects import not_there
 from ddpkit.convert.tree import Json, Tree
 from ddpkit.errors import UserError
+from ddpkit.vision import lists
 
 # Columns, in small letters: of images, and of labels.
 IMAGE_COLUMNS = (*runs.IMAGE_COLUMNS, "file_name", "image_path", "path", "name")
@@ -117,7 +117,7 @@ def image_column(row: dict[str, Json]) -> str:
 
 def label_columns(rows: Sequence[dict[str, Json]], image: str) -> list[str]:
     """Return the column of labels; or those of classes, which have 0 or 1; or none."""
-    split = runs.split_column(rows)
+    split = lists.part_column(rows)
     others = [column for column in rows[0] if column and column not in (image, split)]
     for column in others:
         if column.lower() in LABEL_COLUMNS:
@@ -145,8 +145,7 @@ def labels_in_row(row: dict[str, Json], columns: Sequence[str]) -> list[str]:
     value = row.get(columns[0])
     if isinstance(value, list):
         return [str(each) for each in value]
-    words = re.split(r"[;|]", "" if value is None else str(value))
-    return [word.strip() for word in words if word.strip()]
+    return lists.labels_in("" if value is None else str(value), ";|")
 
 
 def blanks_in(
@@ -171,7 +170,7 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
     for name in names:
         rows = list(records(tree, name))
         image = image_column(rows[0])
-        split = runs.split_column(rows)
+        split = lists.part_column(rows)
         columns = label_columns(rows, image)
         if not columns:
             raise UserError(
@@ -183,7 +182,7 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
         for row in rows:
             refuse_others(tree, name, columns[0], row.get(columns[0]))
             given = str(row.get(image) or "")
-            stated = part_of(str(row.get(split) or ""))
+            stated = lists.stated_part(row, split, f"{tree.path(name)}, {given}")
             path = None
             if given:
                 path, part = tree.find_sample(given, name, stated)

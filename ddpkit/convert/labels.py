@@ -12,6 +12,7 @@ from ddpkit.errors import UserError, shorten
 from ddpkit.vision import places
 
 PARTS = tuple(places.PARTS)  # train, val, test
+part_of = places.part_of
 BACKGROUND = "background"
 # Classes of these names are no classes: their pixels are void. In small letters.
 VOID_NAMES = {"void", "ignore", "ignored", "unlabeled", "unlabelled"}
@@ -137,16 +138,6 @@ def clean_name(name: object) -> str:
     if plain_name(text) == BACKGROUND:
         return BACKGROUND
     return text or "unnamed"
-
-
-def part_of(name: str) -> str:
-    """Return which part a path belongs to, by its last folder or file that names one; or ""."""
-    for piece in reversed(re.split(r"[\\/]", name.lower())):
-        words = set(re.split(r"[^a-z]+", piece))
-        for part in reversed(PARTS):
-            if words & set(places.PARTS[part]):
-                return part
-    return ""
 
 
 def unused_classes(names: Sequence[str], used: Iterable[int]) -> list[str]:

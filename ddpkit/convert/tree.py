@@ -1,8 +1,6 @@
 """What lies in a folder of images and labels, read once."""
 
-import csv
 import functools
-import io
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -10,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpkit import files
-from ddpkit.convert.labels import LabelledSet, part_of
+from ddpkit.convert.labels import LabelledSet
 from ddpkit.errors import UserError, reason_of
-from ddpkit.vision import folders
+from ddpkit.vision import folders, lists
+from ddpkit.vision.places import part_of
 
 ENDINGS = folders.EXTENSIONS | {".npy"}  # of images
 # Folders that say nothing about which image is meant. In small letters.
@@ -207,20 +206,8 @@ class Tree:
                 labelled.skipped.leave_out("images without labels", name)
 
     def keyed(self, folder: str, names: Iterable[str]) -> dict[str, str]:
-        """Return the images of a folder by their paths in it, without endings.
-
-        Raises a UserError if two have the same one, because a mask is of one of them.
-        """
-        image_of: dict[str, str] = {}
-        for name in names:
-            key = key_of(name, folder)
-            if key in image_of:
-                raise UserError(
-                    f"{self.path(name)} and {image_of[key]} have the same name, and masks are "
-                    "found by it; rename or remove one of them"
-                )
-            image_of[key] = name
-        return image_of
+        """Return the images of a folder by their paths in it, without endings; each has its own."""
+        return folders.index_by_name([(name, key_of(name, folder)) for name in names])
 
     @functools.cached_property
     def jsons(self) -> dict[str, Json]:
@@ -246,12 +233,7 @@ class Tree:
                 raise content
 
     def text(self, name: str) -> str:
-        try:
-            return files.read_file(self.path(name)).decode("utf-8-sig")
-        except UnicodeDecodeError:
-            raise UserError(
-                f"{self.path(name)}: is not in UTF-8; save it as UTF-8"
-            ) from None
+        return lists.read_text(self.path(name))
 
     def lines(self, name: str) -> list[str]:
         """Return the lines of a text file that are not empty, without blanks around them."""
@@ -270,26 +252,11 @@ class Tree:
     def rough_rows(self, name: str) -> Iterator[dict[str, str]]:
         """Yield the rows of a CSV file that may not be one of labels: of any encoding."""
         text = files.read_file(self.path(name)).decode("utf-8-sig", "replace")
-        return split_rows(text)
+        return (row for _, row in lists.parse_rows(text))
 
     def rows(self, name: str) -> Iterator[dict[str, str]]:
         """Yield the rows of a CSV file, with the blanks around names and values removed."""
-        return split_rows(self.text(name))
-
-
-def split_rows(text: str) -> Iterator[dict[str, str]]:
-    first = text.partition("\n")[0]
-    # a list of runs has blanks within
-    separator = max(",;\t", key=first.count)
-    csv.field_size_limit(2**31 - 1)  # runs of a large mask are one cell
-    for row in csv.DictReader(io.StringIO(text, newline=""), delimiter=separator):
-        values = {
-            (key or "").strip(): (value or "").strip()
-            for key, value in row.items()
-            if isinstance(value, str | None)
-        }
-        if any(values.values()):
-            yield values
+        return (row for _, row in lists.read_rows(self.path(name)))
 
 
 def ending_of(name: str) -> str:

@@ -1,6 +1,5 @@
 """Data sets of files: the folders in DIR, or its lists train.csv and val.csv."""
 
-import csv
 import functools
 import os
 import re
@@ -22,7 +21,7 @@ from ddpkit.data.format import MEAN, STD, Format, read_format
 from ddpkit.data.samples import Packed
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
-from ddpkit.vision import class_counts, masks, pairing, places
+from ddpkit.vision import class_counts, lists, masks, pairing, places
 from ddpkit.vision.images import LazyImage, open_image
 from ddpkit.vision.places import EXTENSIONS, Place
 
@@ -45,7 +44,6 @@ Note = Callable[[UserError], None]  # what becomes of an error
 COLUMNS = {False: ("file", "label"), True: ("image", "mask")}  # of lists; with masks
 FILE_COLUMNS = {"file", "image", "mask"}
 SEPARATOR = ";"  # of labels
-SPLIT_COLUMNS = {"split", "subset", "set", "part", "partition"}  # in a list
 REMEDY = "names may differ by one ending, the same for all, or list the pairs in DIR/train.csv"
 
 
@@ -339,13 +337,12 @@ def find_labelled(
 
 
 def names_in(samples: Pairs, several: bool) -> set[str]:
-    return {name for sample in samples for name in labels_in(sample[1], several)}
+    return {name for sample in samples for name in class_names(sample[1], several)}
 
 
-def labels_in(text: str, several: bool) -> list[str]:
-    """Return the class names in a text: one, or those in "cat; dog" if there are several."""
-    parts = text.split(SEPARATOR) if several else [text]
-    return [part.strip() for part in parts if part.strip()]
+def class_names(label: str, several: bool) -> list[str]:
+    """Return the classes in a label: one, or those in "cat; dog" if there are several."""
+    return lists.labels_in(label, SEPARATOR if several else "")
 
 
 def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs:
@@ -354,7 +351,7 @@ def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs
     found = []
     for path, label, *group in samples:
         # without doubles, such as "cat; cat"; unknown ones come in `check` alone
-        known = number_of.keys() & set(labels_in(label, several))
+        known = number_of.keys() & set(class_names(label, several))
         own = sorted(number_of[name] for name in known)
         if several:
             found.append((path, SEPARATOR.join(map(str, own)), *group))
@@ -490,54 +487,40 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
 def read_list(path: Path, has_masks: bool, note: Note = raise_it) -> Pairs:
     """Return the values of COLUMNS in each row of a CSV file, and of `group`, if it has that."""
     columns = COLUMNS[has_masks]
-    found = []
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            table = csv.DictReader(file, restval="")
-            # None in an empty file
-            names = [name.strip() for name in table.fieldnames or ()]
-            table.fieldnames = names
-            for name in columns:
-                if name not in names:
-                    raise UserError(
-                        f"{path}: no column {name} in its first line, which must name the "
-                        f"columns {','.join(columns)}, or have it read by "
-                        f"{places.convert_command(path.parent)}"
-                    )
-            wanted = [*columns, "group"] if "group" in names else columns
-            others = [name for name in names if name and name not in wanted]
-            if others:
-                distributed.print0(f"{path}: columns not used: {', '.join(others)}")
-            for row in table:
-                line = f"{path}, line {table.line_num}"
-                values = {name: row[name].strip() for name in names}
-                if not any(values.values()):  # as spreadsheets leave below the last one
-                    continue
-                for name in others:
-                    refuse_part(line, name, values[name], path)
-                try:
-                    found.append(_read_row(line, values, wanted, path.parent))
-                except UserError as error:
-                    note(error)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(
-            f"{path}: cannot be read ({error}); save it as CSV in UTF-8"
-        ) from None
-    if not found:
+    rows = list(lists.read_rows(path))
+    if not rows:
         raise UserError(f"{path}: no rows; list the samples in it, or remove the file")
-    return found
+    names = rows[0][1].keys()
+    for name in columns:
+        if name not in names:
+            raise UserError(
+                f"{path}: no column {name} in its first line, which must name the columns "
+                f"{','.join(columns)}, or have it read by {places.convert_command(path.parent)}"
+            )
+    wanted = [*columns, "group"] if "group" in names else columns
+    others = [name for name in names if name and name not in wanted]
+    if others:
+        distributed.print0(f"{path}: columns not used: {', '.join(others)}")
+    column = lists.part_column(row for _, row in rows)
+    pairs = []
+    for number, row in rows:
+        line = f"{path}, line {number}"
+        refuse_part(line, column, row.get(column, ""), path)
+        try:
+            pairs.append(_read_row(line, row, wanted, path.parent))
+        except UserError as error:
+            note(error)
+    return pairs
 
 
 def refuse_part(line: str, column: str, name: str, path: Path) -> None:
-    """Raise a UserError if a row of the list at `path` is of another part than that."""
-    found = places.part_in_name(name) if places.is_part(name) else ""
-    if column.lower() in SPLIT_COLUMNS and found not in (
-        "",
-        places.part_in_name(path.stem),
-    ):
+    """Raise a UserError if a row of the list at `path` names another part in `column`."""
+    own = places.part_in_name(path.stem)
+    other = places.PART_OF.get(name.lower(), own)
+    if other != own:
         raise UserError(
-            f"{line}: {column} is {name}, but all rows of this list are for "
-            f"{places.part_in_name(path.stem)}; move those of {found} into {found}.csv"
+            f"{line}: {column} is {name}, but all rows of this list are for {own}; move those of "
+            f"{other} into {other}.csv"
         )
 
 

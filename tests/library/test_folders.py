@@ -663,6 +663,8 @@ class TestLists:
         assert self.rows(tmp_path, content) == [(a, "cät"), (b, "cät, old")]
         loose = 'file, label \na.jpg, cät\n"b,1.jpg","cät, old"\n,\n , \n'
         assert self.rows(tmp_path, loose) == [(a, "cät"), (b, "cät, old")]
+        of_excel = 'file;label\na.jpg;"cät;dog"\n'
+        assert self.rows(tmp_path, of_excel) == [(a, "cät;dog")]
 
     def test_columns_not_used(
         self, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -675,17 +677,28 @@ class TestLists:
             self.rows(tmp_path, "file,label,Split\na.jpg,x,train\na.jpg,x,test\n")
 
     @pytest.mark.parametrize(
-        ("content", "words"),
+        ("content", "code", "words"),
         [
-            ("file;label\na.jpg;x\n", "no column file"),
-            ("file,label\na.jpg,x\na.jpg,\n", "train.csv, line 3: no label"),
-            ("file,label\nc.jpg,x\n", "train.csv, line 2: "),
-            ("file,label,note\n,,x\n", "train.csv, line 2: no file"),
-            ("file,label\na.jpg,c\xe4t\n".encode("latin-1"), "UTF-8"),
+            ("file:label\na.jpg:x\n", "folders.read_list", "no column file"),
+            ("file,label\na.jpg,x\na.jpg,\n", "folders.read_row", "line 3: no label"),
+            ("file,label\nc.jpg,x\n", "folders.read_row", "train.csv, line 2: "),
+            (
+                "file,label,note\n,,x\n",
+                "folders.read_row",
+                "train.csv, line 2: no file",
+            ),
+            # a label of several in a list with semicolons, without quotes
+            ("file;label\na.jpg;x;y\n", "lists.parse_rows", "line 2: more cells than"),
+            (
+                "file,label\na.jpg,c\xe4t\n".encode("latin-1"),
+                "lists.read_text",
+                "UTF-8",
+            ),
         ],
     )
-    def test_faults(self, tmp_path: Path, content: str | bytes, words: str) -> None:
-        code = "folders.read_row" if "line" in words else "folders.read_list"
+    def test_faults(
+        self, tmp_path: Path, content: str | bytes, code: str, words: str
+    ) -> None:
         with refusal(code, words):
             self.rows(tmp_path, content)
 

@@ -40,7 +40,7 @@ from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
 from ddpkit.ranks.cpus import cpus
 from ddpkit.run.flags import Parser
-from ddpkit.vision import folders
+from ddpkit.vision import folders, lists
 from ddpkit.vision.masks import (
     VOID,
     Labels,
@@ -392,15 +392,9 @@ def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
 
 def keep_rows(path: Path, column: str, used: set[str]) -> list[list[str]]:
     """Return the first row of a list, and those of the images `used`, with all their columns."""
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        header, *rows = csv.reader(file)
-    at = [name.strip() for name in header].index(column)
-    kept = [header]
-    for row in rows:
-        name = "".join(row[at : at + 1]).strip()  # a row may be short
-        if os.path.join(path.parent, name) in used:
-            kept.append(row)
-    return kept
+    rows = [row for _, row in lists.read_rows(path)]
+    kept = [row for row in rows if os.path.join(path.parent, row[column]) in used]
+    return [list(rows[0]), *(list(row.values()) for row in kept)]
 
 
 def as_row(pair: tuple[str, str], root: Path, has_masks: bool) -> list[str]:
