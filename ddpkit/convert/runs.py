@@ -76,6 +76,8 @@ def read_runs(tree: Tree, names: Sequence[str], by_columns: bool = True) -> Labe
     for name in names:
         runs, images, class_column = columns_of(tree, name) or ("", "", "")
         rows = list(tree.rows(name))
+        if images.lower() != BOTH:
+            images = tree.image_column(tree.path(name), rows) or images
         split = lists.part_column(rows)
         notes += not_read(name, rows, (runs, images, class_column, split))
         for number, row in enumerate(rows, 2):

@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +124,7 @@ class Tree:
         beside = self.path(near).parent / given
         if ending_of(given) in ENDINGS and beside.is_file():
             return beside
-        last = given.rpartition("/")[2]
-        # the second is for x.tif as x.png, after somebody has saved the images anew
-        named = self.images_by_name.get(last) or self.images_by_name.get(
-            without_ending(last), []
-        )
+        named = self.named_as(given)
         images = [name for name in named if self.may_be(name, given, near, part)]
         if not images:
             return None
@@ -154,10 +150,48 @@ class Tree:
             )
         return self.path(image)
 
-    def has_image(self, given: str) -> bool:
-        """Return whether an image is there, in any folder, that may be the one named `given`."""
+    def named_as(self, given: str) -> list[str]:
+        """Return the images in any folder that have the name of `given`, with or without ending."""
         last = slashes(given).rpartition("/")[2]
-        return last in self.images_by_name
+        # the second is for x.tif as x.png, after somebody has saved the images anew
+        images = self.images_by_name
+        return images.get(last) or images.get(without_ending(last), [])
+
+    def image_column(self, path: Path, rows: Sequence[dict[str, Json]]) -> str:
+        """Return the column of a table whose cells name images that are there; "" if none does.
+
+        path: of the table. Raises a UserError if two columns name images otherwise.
+        """
+        images_of: dict[str, list[str]] = {}  # by column, in the order of the rows
+        exact = set()
+        for column in filter(None, rows[0] if rows else ()):
+            images_of[column] = []
+            for row in rows:
+                cell = slashes(str(row.get(column)))
+                is_there = bool(self.named_as(cell))
+                name = without_ending(cell.rpartition("/")[2])
+                images_of[column].append(name if is_there else "")
+                # 1.jpg is a name, where 1 may be any number
+                if is_there and ending_of(cell) in ENDINGS:
+                    exact.add(column)
+        # 0 and 1 are answers, too
+        count_of = {
+            column: len({*names} - {"", "0", "1"})
+            for column, names in images_of.items()
+            if column in exact or not exact
+        }
+        best = max(count_of, key=count_of.__getitem__, default="")
+        for column, count in count_of.items():
+            if 2 * count <= count_of[best]:
+                continue
+            for one, other in zip(images_of[best], images_of[column], strict=True):
+                if one and other and one != other:
+                    raise UserError(
+                        f"{path}: {best} and {column} may each name the images, {one} and {other} "
+                        "in one row; remove the wrong column, or write the endings of the files "
+                        "in the right one"
+                    )
+        return best if any(images_of.get(best, ())) else ""
 
     def may_be(self, name: str, given: str, near: str, part: str) -> bool:
         """Return whether an image of the right name lies where `given` and `part` say."""

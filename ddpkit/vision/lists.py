@@ -41,6 +41,11 @@ def parse_rows(text: str, path: Path | None = None) -> Rows:
     csv.field_size_limit(2**31 - 1)  # runs of a large mask are one cell
     lines = io.StringIO(text, newline="")
     table = csv.DictReader(lines, delimiter=separator, restval="")
+    names = [name.strip() for name in table.fieldnames or ()]
+    table.fieldnames = names
+    twice = [name for name in names if name and names.count(name) > 1]
+    if path and twice:
+        raise UserError(f"{path}: column {twice[0]} is twice; rename one of them")
     for cells in table:
         beyond = cells.pop(None, [])
         if path and any(beyond):
@@ -48,7 +53,7 @@ def parse_rows(text: str, path: Path | None = None) -> Rows:
                 f"{path}, line {table.line_num}: more cells than the first line has columns; put "
                 "quotes around a cell with the separator in it"
             )
-        row = {name.strip(): cell.strip() for name, cell in cells.items()}
+        row = {name: cell.strip() for name, cell in cells.items()}
         if any(row.values()):
             yield table.line_num, row
 
