@@ -792,7 +792,7 @@ def with_cvat(root: Path) -> None:
 
 
 def with_kaggle(root: Path, runs: bool) -> None:
-    rows = "id,rle\n1,1 5\n2,1 5\n" if runs else "id_code,diagnosis\n1,c\n2,d\n"
+    rows = "id,rle\n1,1 5\n2,1 5\n" if runs else "id_code,diagnosis\n1,c\n2,c\n"
     write(root / "train.csv", rows)
     for name in "train_images/2.jpg", "test_images/1.jpg":
         save(root / name)
