@@ -22,6 +22,7 @@ from ddpkit.convert.objects import not_there
 from ddpkit.convert.tree import Json, Tree
 from ddpkit.errors import UserError
 from ddpkit.vision import lists
+from ddpkit.vision.names import refuse_alike
 
 # Columns of labels, in small letters
 LABEL_COLUMNS = (
@@ -205,7 +206,9 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
         rows = list(records(tree, name))
         image, part_column, columns = choose_columns(tree, name, rows)
         cells = [row for _, row in rows]
-        labelled.notes += runs.not_read(name, cells, (image, part_column, *columns))
+        labelled.notes += runs.not_read(
+            name, cells, (image, part_column, "group", *columns)
+        )
         labelled.notes += blanks_in(name, cells, columns)
         for number, row in rows:
             where = f"{tree.path(name)}, line {number}"
@@ -224,7 +227,9 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
                     "them into one, with ; between"
                 )
             classes.update(labels)
-            labelled.samples.append(Sample(path, part, labels=labels))
+            group = str(row.get("group") or "")
+            labelled.samples.append(Sample(path, part, labels=labels, group=group))
+    refuse_alike(sorted(classes), tree.root)
     tree.count_unnamed(labelled)
     labelled.several = any(len(sample.labels) > 1 for sample in labelled.samples)
     if len(classes) > 1 and not labelled.several:

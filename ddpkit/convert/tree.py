@@ -11,6 +11,7 @@ from ddpkit import files
 from ddpkit.convert.labels import LabelledSet
 from ddpkit.errors import UserError, reason_of
 from ddpkit.vision import folders, lists
+from ddpkit.vision.names import seen
 from ddpkit.vision.places import part_of
 
 ENDINGS = folders.EXTENSIONS | {".npy"}  # of images
@@ -83,11 +84,11 @@ class Tree:
 
     @functools.cached_property
     def images_by_name(self) -> dict[str, list[str]]:
-        """The images by the last part of their names, with and without the ending."""
+        """The images by the last part of their names, as it looks, with and without the ending."""
         images: dict[str, list[str]] = {}
         for name in self.in_folder(""):
             for key in (name.rpartition("/")[2], stem_of(name)):
-                images.setdefault(key, []).append(name)
+                images.setdefault(seen(key), []).append(name)
         return images
 
     def find_sample(
@@ -152,7 +153,7 @@ class Tree:
 
     def named_as(self, given: str) -> list[str]:
         """Return the images in any folder that have the name of `given`, with or without ending."""
-        last = slashes(given).rpartition("/")[2]
+        last = seen(slashes(given).rpartition("/")[2])
         # the second is for x.tif as x.png, after somebody has saved the images anew
         images = self.images_by_name
         return images.get(last) or images.get(without_ending(last), [])
@@ -317,8 +318,8 @@ def slashes(given: str) -> str:
 
 def common_end(name: str, given: str) -> int:
     """Return how many of the last parts of two paths are equal; the last one counts as equal."""
-    own = folder_of(name).split("/")
-    other = folder_of(given).split("/")
+    own = folder_of(seen(name)).split("/")
+    other = folder_of(seen(given)).split("/")
     count = 1
     while own and other and own.pop() == other.pop() != "":
         count += 1
@@ -343,6 +344,6 @@ def special_names(folder: str, same: int) -> set[str]:
 
     same: what `common_end` returns.
     """
-    pieces = folder.lower().split("/")
+    pieces = seen(folder).lower().split("/")
     rest = pieces[: len(pieces) - same + 1]
     return {each for each in rest if each not in USUAL and not part_of(each)}

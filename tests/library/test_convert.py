@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -1062,6 +1063,61 @@ def test_the_column_that_names_images(
     assert images_in(source).keys() == {f"train/{n}.jpg" for n in "234"}
     mask = np.array(Image.open(source.with_name("out") / "train/masks/4.png"))
     assert mask[:5, 0].all()
+
+
+def test_groups_of_the_source(tmp_path: Path) -> None:
+    """A column of that name becomes groups.csv, or a column of the lists."""
+    source = tmp_path / "set"
+    for n in "0123":
+        save(source / f"{n}.jpg")
+    write(source / "l.csv", "id,group,label\n0,p,a\n1,q,b\n2,p,b\n3,,a\n")
+    convert.main([str(source), str(tmp_path / "out")])
+    text = (tmp_path / "out/groups.csv").read_text()
+    assert set(text.splitlines()) == {
+        "file,group",
+        "train/a/0.jpg,p",
+        "train/b/1.jpg,q",
+        "train/b/2.jpg,p",
+        "train/a/3.jpg,train/a/3.jpg",
+    }
+    write(source / "l.csv", "id,group,label\n0,p,a;b\n1,q,b\n2,p,b\n")
+    convert.main([str(source), str(tmp_path / "several")])
+    lines = (tmp_path / "several/train.csv").read_text().splitlines()
+    assert lines[:2] == ["file,label,group", "train/0.jpg,a;b,p"]
+    assert not (tmp_path / "several/groups.csv").exists()
+
+
+def test_names_that_look_the_same(tmp_path: Path) -> None:
+    """Classes stay apart or are refused; images are found in any Unicode form."""
+    source = tmp_path / "set"
+    composed, decomposed = (unicodedata.normalize(f, "caf\xe9") for f in ("NFC", "NFD"))
+    coco(source)
+    path = source / "annotations/instances_train2017.json"
+    content = json.loads(path.read_text())
+    names = [each["name"] for each in content["categories"]]
+    for first, second, words in (
+        ("C#", "C", "classes C and C# would both be C, as classes.txt has no"),
+        ("a=b", "a b", "would both be a b"),
+    ):
+        for each, name in zip(content["categories"], (first, second), strict=False):
+            each["name"] = name
+        write(path, content)
+        (source / "annotations/instances_val2017.json").unlink(missing_ok=True)
+        assert words in refusal(source)
+    for each, name in zip(content["categories"], names, strict=True):
+        each["name"] = name
+    content["images"][0]["file_name"] = f"{composed}/a.png"
+    write(path, content)
+    (source / f"train2017/{decomposed}").mkdir()
+    image = source / "train2017" / "a.png"
+    image.rename(source / f"train2017/{decomposed}/a.png")
+    convert.main([str(source), str(tmp_path / "out")])
+    assert (tmp_path / "out/train/masks/a.png").is_file()
+    shutil.rmtree(source)
+    for n in "012":
+        save(source / f"{n}.jpg")
+    write(source / "l.csv", f"id,label\n0,{composed}\n1,{decomposed}\n2,b\n")
+    assert "look the same" in refusal(source)
 
 
 def test_colours_and_classes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

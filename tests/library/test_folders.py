@@ -1,6 +1,8 @@
 """Folders and lists as people have them: what is found in them, and what is refused."""
 
+import contextlib
 import csv
+import io
 import os
 import shutil
 import unicodedata
@@ -281,6 +283,20 @@ def test_forms_of_unicode(tmp_path: Path) -> None:
         (tmp_path / row).mkdir(parents=True)
         (tmp_path / row / "x.jpg").touch()
     with refusal("folders.find_labelled", "Unicode"):
+        folders.find_labelled(tmp_path)
+    # in one part they would be two classes; nor is a letter without width seen
+    for alike in other, "b\u200b":
+        (tmp_path / "train" / alike).mkdir()
+        (tmp_path / "train" / alike / "x.jpg").touch()
+        with refusal("names.refuse_alike", "look the same", "rename one"):
+            folders.find_labelled(tmp_path)
+        shutil.rmtree(tmp_path / "train" / alike)
+    table = tmp_path / "train.csv"
+    table.write_text(f"file,label\ntrain/{one}/x.jpg,{one}\ntrain/b/x.jpg,{other}\n")
+    with refusal("names.refuse_alike", "look the same"):
+        folders.find_labelled(tmp_path)
+    table.write_text(f"file,label\ntrain/b/x.jpg,a\nimages/{other}.jpg,b\n")
+    with refusal("folders.read_row", "does not exist", "looks the same"):
         folders.find_labelled(tmp_path)
 
 
@@ -642,6 +658,65 @@ def test_folds_and_groups() -> None:
         folders.split(grouped, Path("/d"), (9, 9))
 
 
+def name_groups(data: Path, per_group: int) -> None:
+    """Write groups.csv: so many images, in turn, are of one group."""
+    paths = sorted(data.glob("*/images/*")) or sorted(data.glob("*/*/*"))
+    rows = [(p.relative_to(data), n // per_group) for n, p in enumerate(paths)]
+    with open(data / "groups.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("file", "group"), *rows])
+
+
+def lines_of(kind: str, data: Path) -> tuple[str, tuple]:
+    """What is said while a set is found, and the set."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        parts = find(kind, data)
+    return said.getvalue(), parts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1)
+def test_groups_of_folders(drawn: Callable, kind: str) -> None:
+    """Of DIR/groups.csv: what is held out is whole groups, and a line says so."""
+    data = drawn(kind)
+    shutil.rmtree(data / "val")
+    said, _ = lines_of(kind, data)
+    line = "; if some belong together, as those of a patient or a video do, name their groups in"
+    assert f"{line} {data / 'groups.csv'}\n" in said
+    name_groups(data, 4)
+    said, (train, val, _) = lines_of(kind, data)
+    assert " of 53 images used for validation; whole groups\n" in said
+    groups = [{sample[2] for sample in part} for part in (train, val)]
+    assert len(groups[1]) == 2
+    assert not groups[0] & groups[1]
+    assert len(train) + len(val) == 53
+    table = data / "groups.csv"
+    *rows, last = table.read_text().splitlines()
+    table.write_text("\n".join(rows))
+    with refusal("folders.add_groups", f"has no row for {data / last.split(',')[0]}"):
+        find(kind, data)
+
+
+@on_ranks(1)
+def test_what_parts_share(drawn: Callable) -> None:
+    """Groups in two parts, and files with two labels, are said at the start."""
+    data = heap("labels", drawn("labels"))
+    for part in "train", "val":
+        path = data / f"{part}.csv"
+        header, *rows = path.read_text().splitlines()
+        rows = [f"{row},p{n}" for n, row in enumerate(rows)]
+        path.write_text("\n".join([f"{header},group", *rows]))
+    said, (*_, classes) = lines_of("labels", data)
+    assert "23 groups are in the training set and in another part" in said
+    assert "p0, p1, p10, p11, ...; move their rows into one" in said
+    assert "listed twice" not in said
+    path = data / "train.csv"
+    file, label, _ = path.read_text().splitlines()[1].split(",")
+    other = next(name for name in classes if name != label)
+    path.write_text(f"{path.read_text()}\n{file},{other},p0\n")
+    line = f"{data / file}: is listed twice, with two labels; remove a row\n"
+    assert line in lines_of("labels", data)[0]
+
+
 class TestLists:
     """train.csv and val.csv."""
 
@@ -651,7 +726,7 @@ class TestLists:
             (folder / name).touch()
         data = content if isinstance(content, bytes) else content.encode()
         (folder / "train.csv").write_bytes(data)
-        return folders.read_list(folder / "train.csv", has_masks=False)
+        return folders.read_list(folder / "train.csv", ["file", "label"])
 
     def test_rows(self, tmp_path: Path) -> None:
         """As spreadsheets write them: a mark, CRLF, quotes, further columns in another order."""

@@ -132,7 +132,8 @@ class Survey:
         self.meant: Meant = {}
         self.mixed: list[str] = []  # masks that mean something else
         self.turned: list[str] = []
-        self.first: dict[str, tuple[str, str]] = {}  # part and path, by digest
+        # part, path and labels by digest
+        self.first: dict[str, tuple[str, str, dict[int, int]]] = {}
 
     def find_samples(self) -> dict[str, list]:
         """Return the samples of each part; note what is wrong with folders and lists."""
@@ -150,6 +151,8 @@ class Survey:
                     samples["test"] = find(self.root, "test", note=noted.append)[1]
         except UserError as error:  # training does without
             self.warnings.append(f"the test set is not read: {error.line}")
+        for part in samples.keys() - {"train"}:
+            self.errors += folders.find_leaks(self.root, train, samples[part])
         # of training twice
         self.left_over = list(dict.fromkeys(error.line for error in noted))
         return samples
@@ -203,10 +206,15 @@ class Survey:
             add_meanings(self.meant, facts.meant)
         except UserError as error:
             self.mixed.append(error.line)
-        other, copy = self.first.setdefault(facts.digest, (part, path))
+        own = (part, path, facts.counts)
+        other, copy, labels = self.first.setdefault(facts.digest, own)
         # in two parts it makes the metrics too good, in one only counts twice
         if other != part:
             self.errors.append(f"{path}: the same image is in {other}, {copy}")
+        elif labels != facts.counts:
+            self.errors.append(
+                f"{path}: the same image as {copy}, with another label or mask"
+            )
         elif copy != path:
             self.warnings.append(f"{path}: the same image as {copy}")
 
@@ -386,7 +394,7 @@ def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
             tables[path] = keep_rows(path, columns[0], {pair[0] for pair in kept})
         else:
             rows = [as_row(pair, root, has_masks) for pair in kept]
-            tables[root / f"{part}.csv"] = [columns, *rows]
+            tables[root / f"{part}.csv"] = [[*columns, "group"][: len(rows[0])], *rows]
     return tables
 
 
@@ -397,11 +405,11 @@ def keep_rows(path: Path, column: str, used: set[str]) -> list[list[str]]:
     return [list(rows[0]), *(list(row.values()) for row in kept)]
 
 
-def as_row(pair: tuple[str, str], root: Path, has_masks: bool) -> list[str]:
+def as_row(pair: Sequence[str], root: Path, has_masks: bool) -> list[str]:
     """Return paths below `root`, or a label; a UserError if a list would be read otherwise."""
-    path, label = pair
+    path, label, *group = pair
     several = folders.SEPARATOR in label and not has_masks
-    row = [os.path.relpath(path, root), label]
+    row = [os.path.relpath(path, root), label, *group]
     if has_masks:
         row[1] = os.path.relpath(label, root)
     for value in row:
