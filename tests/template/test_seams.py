@@ -196,6 +196,7 @@ EXCLUSIVE = {
 def test_page() -> None:
     remedy = f"python {edits_page.__file__}"
     assert edits_page.PAGE.read_text() == edits_page.page(), remedy
+    assert edits_page.SITE_PAGE.read_text() == edits_page.site_page(), remedy
 
 
 @pytest.mark.parametrize("task", TASKS)
