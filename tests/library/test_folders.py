@@ -5,6 +5,8 @@ import csv
 import io
 import os
 import shutil
+import subprocess
+import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -715,6 +717,67 @@ def test_what_parts_share(drawn: Callable) -> None:
     path.write_text(f"{path.read_text()}\n{file},{other},p0\n")
     line = f"{data / file}: is listed twice, with two labels; remove a row\n"
     assert line in lines_of("labels", data)[0]
+
+
+def run_recipe(title: str, number: int, folder: Path) -> None:
+    """Run a block of shell below a title of own-data.md in a folder."""
+    page = (Path(__file__).parents[2] / "docs/own-data.md").read_text()
+    section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    block = section.split("```bash\n")[number].partition("```")[0]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = {"cwd": folder, "env": {**os.environ, "PATH": path}}
+    subprocess.run(["bash", "-e", "-c", block], check=True, **options)
+
+
+def test_recipes_of_shell(tmp_path: Path) -> None:
+    title = "Sets that need three lines of shell"
+    pets = tmp_path / "pets"
+    listed = tmp_path / "listed"
+    nuclei = tmp_path / "nuclei"
+    patients = tmp_path / "DIR"
+    for name in "cat.0", "cat.1", "dog.0", "dog.1":
+        for path in (
+            pets / f"{name}.jpg",
+            listed / f"images/{name}.jpg",
+            patients / f"train/{name[:3]}/p{name[-1]}_{name}.jpg",
+        ):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8)).save(path)
+    run_recipe(title, 1, pets)
+    train, val, classes = folders.find_labelled(pets)
+    assert classes == ["cat", "dog"]
+    for path, label in [*train, *val]:
+        assert Path(path).name.startswith(classes[label])
+    (listed / "train.txt").write_text("images/cat.0.jpg 0\nimages/dog.0.jpg 1\n")
+    run_recipe(title, 2, listed)
+    rows = folders.read_list(listed / "train.csv", ["file", "label"])
+    assert rows == [
+        (str(listed / "images/cat.0.jpg"), "0"),
+        (str(listed / "images/dog.0.jpg"), "1"),
+    ]
+    for name in "ab":
+        for kind, number, value in (
+            ("images", 0, 9),
+            ("masks", 1, 255),
+            ("masks", 2, 255),
+        ):
+            path = nuclei / f"{name}/{kind}/{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image = Image.new("L", (8, 8))
+            image.putpixel((number, 0), value)
+            image.save(path)
+    run_recipe(title, 3, nuclei)
+    pairs = folders.read_list(nuclei / "train.csv", ["image", "mask"])
+    assert len(pairs) == 2
+    for image, mask in pairs:
+        assert Path(image).parents[1] == Path(mask).parent
+        first = Image.open(mask).crop((0, 0, 4, 1)).tobytes()
+        assert [*first] == [0, 255, 255, 0]
+    run_recipe("Images that belong together", 1, tmp_path)
+    train, val, _ = folders.find_labelled(patients)
+    groups = [{Path(sample[0]).name[:2] for sample in part} for part in (train, val)]
+    assert sorted(groups[0] | groups[1]) == ["p0", "p1"]
+    assert not groups[0] & groups[1]
 
 
 class TestLists:

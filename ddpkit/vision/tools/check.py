@@ -151,8 +151,8 @@ class Survey:
                     samples["test"] = find(self.root, "test", note=noted.append)[1]
         except UserError as error:  # training does without
             self.warnings.append(f"the test set is not read: {error.line}")
-        for part in samples.keys() - {"train"}:
-            self.errors += folders.find_leaks(self.root, train, samples[part])
+        others = [*val, *samples.get("test", ())]
+        self.errors += folders.find_leaks(self.root, train, others)
         # of training twice
         self.left_over = list(dict.fromkeys(error.line for error in noted))
         return samples
@@ -211,10 +211,8 @@ class Survey:
         # in two parts it makes the metrics too good, in one only counts twice
         if other != part:
             self.errors.append(f"{path}: the same image is in {other}, {copy}")
-        elif labels != facts.counts:
-            self.errors.append(
-                f"{path}: the same image as {copy}, with another label or mask"
-            )
+        elif copy != path and labels != facts.counts and not self.has_masks:
+            self.errors.append(f"{path}: the same image as {copy}, with another label")
         elif copy != path:
             self.warnings.append(f"{path}: the same image as {copy}")
 
