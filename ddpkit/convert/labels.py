@@ -105,10 +105,10 @@ class ObjectClasses:
         self.number_of = {BACKGROUND: 0}
         self.colors: list[Color] = []
         given_of: dict[str, str] = {}
-        for name in names:
+        for name in map(seen, map(str, names)):
             text = clean_name(name)
-            given = given_of.setdefault(text, seen(str(name)))
-            if given != seen(str(name)) and text != BACKGROUND:
+            given = given_of.setdefault(text, name)
+            if given != name and text != BACKGROUND:
                 raise UserError(
                     f"classes {given} and {name} would both be {text}, as classes.txt has no = "
                     "and #; rename one of them"

@@ -163,36 +163,35 @@ class Tree:
 
         path: of the table. Raises a UserError if two columns name images otherwise.
         """
-        images_of: dict[str, list[str]] = {}  # by column, in the order of the rows
-        exact = set()
+        names_of: dict[
+            str, list[str]
+        ] = {}  # by column: of the image in each row, or ""
         for column in filter(None, rows[0] if rows else ()):
-            images_of[column] = []
-            for row in rows:
-                cell = slashes(str(row.get(column)))
-                is_there = bool(self.named_as(cell))
-                name = without_ending(cell.rpartition("/")[2])
-                images_of[column].append(name if is_there else "")
-                # 1.jpg is a name, where 1 may be any number
-                if is_there and ending_of(cell) in ENDINGS:
-                    exact.add(column)
+            cells = [slashes(str(row.get(column))) for row in rows]
+            names_of[column] = [cell if self.named_as(cell) else "" for cell in cells]
+        # 1.jpg is a name, where 1 may be any number
+        exact = {
+            column: names
+            for column, names in names_of.items()
+            if any(ending_of(name) in ENDINGS for name in names)
+        }
+        names_of = exact or names_of
         # 0 and 1 are answers, too
         count_of = {
-            column: len({*names} - {"", "0", "1"})
-            for column, names in images_of.items()
-            if column in exact or not exact
+            each: len({*names} - {"", "0", "1"}) for each, names in names_of.items()
         }
         best = max(count_of, key=count_of.__getitem__, default="")
-        for column, count in count_of.items():
-            if 2 * count <= count_of[best]:
+        for column, names in names_of.items():
+            if 2 * count_of[column] <= count_of[best]:
                 continue
-            for one, other in zip(images_of[best], images_of[column], strict=True):
-                if one and other and one != other:
+            for one, other in zip(names_of[best], names, strict=True):
+                if one and other and not may_be_same(one, other):
                     raise UserError(
                         f"{path}: {best} and {column} may each name the images, {one} and {other} "
                         "in one row; remove the wrong column, or write the endings of the files "
                         "in the right one"
                     )
-        return best if any(images_of.get(best, ())) else ""
+        return best if any(names_of.get(best, ())) else ""
 
     def may_be(self, name: str, given: str, near: str, part: str) -> bool:
         """Return whether an image of the right name lies where `given` and `part` say."""

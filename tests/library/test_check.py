@@ -99,13 +99,13 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         ("error: test/b/leak.png: ", "is in val, val/a/1.png"),
         ("error: test/b/cut.jpg: ", "cannot be read"),
         ("error: val/b/saved again.bmp: ", "train/b/1.png"),
-        ("warning: train/b/clash.png: ", "train/a/2.png"),
+        ("error: train/b/clash.png: ", "train/a/2.png, with another label"),
         ("warning: train/a/twice.png: ", "train/a/3.png"),
     )
     assert "train     13 images; " in done.out
     assert "test      3 images; " in done.out
     assert "share of the images, in train, val, test\n" in done.out
-    assert done.out.splitlines()[-1] == "11 errors, 2 warnings"
+    assert done.out.splitlines()[-1] == "12 errors, 1 warnings"
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)

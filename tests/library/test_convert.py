@@ -1022,7 +1022,11 @@ def test_columns_that_are_no_labels(
         ("file,breed,species", "{n}.jpg,pug,dog", "breed and species may each be"),
         # two that name images otherwise
         ("id,photo,label", "{n},{m},a", "id and photo may each name the images"),
-        ("a,b,label", "{n}.jpg,{m}.jpg,a", "a and b may each name the images, 1 and"),
+        (
+            "a,b,label",
+            "{n}.jpg,{m}.jpg,a",
+            "a and b may each name the images, 1.jpg and",
+        ),
         ("id,image,rle", "{n},{m},1 5", "id and image may each name the images"),
     ],
 )
