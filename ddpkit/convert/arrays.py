@@ -8,12 +8,14 @@ These are habits, not formats: classes.txt beside them says what values mean. Of
 can be told apart, as compression changes values.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from ddpkit import files
 from ddpkit.convert.labels import LabelledSet, LeftOut, Size, part_of
 from ddpkit.convert.mask_files import (
     Pair,
@@ -27,6 +29,7 @@ from ddpkit.convert.mask_files import (
     same_size,
 )
 from ddpkit.convert.tree import ENDINGS, Tree, folder_of, key_of, stem_of
+from ddpkit.data.format import DEFAULT_FORMAT
 from ddpkit.errors import UserError, reason_of, shorten
 from ddpkit.vision import images, masks
 
@@ -129,7 +132,8 @@ def load_values(path: Path) -> np.ndarray:
     """Return the integers of a mask, (H, W)."""
     try:
         if path.suffix.lower() == ".npy":
-            arrays = [("", np.load(path, allow_pickle=False))]
+            with files.open_file(path) as file:
+                arrays = [("", np.load(file, allow_pickle=False))]
         else:
             arrays = list(arrays_in(load_mat(path)))
     except UserError:
@@ -155,13 +159,17 @@ def is_grid(values: np.ndarray) -> bool:
 
 def load_mat(path: Path) -> dict:
     try:
-        from scipy.io import loadmat
+        from scipy.io import loadmat, whosmat
     except ImportError:
         raise UserError(
             f"{path}: reading it needs one more package: python -m pip install scipy"
         ) from None
     try:
-        return loadmat(path)
+        with files.open_file(path) as file:
+            # compressed, a few bytes may stand for any number of pixels
+            for _, shape, _ in whosmat(file):
+                DEFAULT_FORMAT.check_size(str(path), (math.prod(shape), 1))
+            return loadmat(file)
     except NotImplementedError:  # a file of version 7.3
         raise UserError(
             f"{path}: of MATLAB 7.3; save it anew with save(..., '-v7')"

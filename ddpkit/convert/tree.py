@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpkit import files
 from ddpkit.convert.labels import LabelledSet
-from ddpkit.errors import UserError, reason_of
+from ddpkit.errors import UserError
 from ddpkit.vision import folders, lists
 from ddpkit.vision.names import seen
 from ddpkit.vision.places import part_of
@@ -123,7 +123,8 @@ class Tree:
         """
         given = slashes(given)
         beside = self.path(near).parent / given
-        if ending_of(given) in ENDINGS and beside.is_file():
+        if ending_of(given) in ENDINGS and os.path.isfile(beside):
+            self.refuse_outside(beside, near)
             return beside
         named = self.named_as(given)
         images = [name for name in named if self.may_be(name, given, near, part)]
@@ -163,9 +164,8 @@ class Tree:
 
         path: of the table. Raises a UserError if two columns name images otherwise.
         """
-        names_of: dict[
-            str, list[str]
-        ] = {}  # by column: of the image in each row, or ""
+        # by column: the image of each row, or ""
+        names_of: dict[str, list[str]] = {}
         for column in filter(None, rows[0] if rows else ()):
             cells = [slashes(str(row.get(column))) for row in rows]
             names_of[column] = [cell if self.named_as(cell) else "" for cell in cells]
@@ -192,6 +192,15 @@ class Tree:
                         "in the right one"
                     )
         return best if any(names_of.get(best, ())) else ""
+
+    def refuse_outside(self, path: Path, near: str) -> None:
+        """Raise a UserError of a path that `near` names beyond the source, of whatever is there."""
+        ends = os.path.abspath(path), os.path.abspath(self.root)
+        if os.path.commonpath(ends) != ends[1]:
+            raise UserError(
+                f"{self.path(near)}: names {path}, outside of {self.root}; copy or link the images "
+                "into it, or name the folder around both"
+            )
 
     def may_be(self, name: str, given: str, near: str, part: str) -> bool:
         """Return whether an image of the right name lies where `given` and `part` say."""
@@ -249,12 +258,9 @@ class Tree:
         contents: dict[str, Json] = {}
         for name in self.with_ending(".json"):
             try:
-                content = json.loads(files.read_file(self.path(name)))
-            except (ValueError, RecursionError) as error:
-                content = UserError(
-                    f"{self.path(name)}: no JSON ({reason_of(error)}); repair or remove it",
-                    "tree.jsons",
-                )
+                content = files.parse(self.path(name), json.loads, "JSON")
+            except UserError as error:
+                content = error
             if isinstance(content, dict):
                 content.pop("imageData", None)  # LabelMe's copy of the image
             contents[name] = content
@@ -267,7 +273,7 @@ class Tree:
                 raise content
 
     def text(self, name: str) -> str:
-        return lists.read_text(self.path(name))
+        return files.read_text(self.path(name))
 
     def lines(self, name: str) -> list[str]:
         """Return the lines of a text file that are not empty, without blanks around them."""
@@ -285,7 +291,7 @@ class Tree:
 
     def rough_rows(self, name: str) -> Iterator[dict[str, str]]:
         """Yield the rows of a CSV file that may not be one of labels: of any encoding."""
-        text = files.read_file(self.path(name)).decode("utf-8-sig", "replace")
+        text = files.read_text(self.path(name), "replace")
         return (row for _, row in lists.parse_rows(text))
 
     def rows(self, name: str) -> Iterator[dict[str, str]]:

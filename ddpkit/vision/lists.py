@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ddpkit import files
-from ddpkit.errors import UserError, reason_of
+from ddpkit.errors import UserError
 from ddpkit.vision import places
 
 # in small letters
@@ -16,18 +16,9 @@ Row = dict[str, str]
 Rows = Iterator[tuple[int, Row]]  # with the numbers of their lines
 
 
-def read_text(path: Path) -> str:
-    try:
-        return files.read_file(path).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not in UTF-8; save it as UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({reason_of(error)})") from None
-
-
 def read_rows(path: Path) -> Rows:
     """Yield the rows of a CSV file; a UserError if one has more cells than there are columns."""
-    return parse_rows(read_text(path), path)
+    return parse_rows(files.read_text(path), path)
 
 
 def parse_rows(text: str, path: Path | None = None) -> Rows:

@@ -829,7 +829,7 @@ class TestLists:
             ("file;label\na.jpg;x;y\n", "lists.parse_rows", "line 2: more cells than"),
             (
                 "file,label\na.jpg,c\xe4t\n".encode("latin-1"),
-                "lists.read_text",
+                "files.parse",
                 "UTF-8",
             ),
         ],
