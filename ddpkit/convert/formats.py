@@ -43,8 +43,8 @@ NO_RUNS = (
     f"no CSV file in it has a column of images and one of {', '.join(runs.RUN_COLUMNS)}"
 )
 NO_LISTS = (
-    "no CSV file in it names images and labels; its first line has to name the columns, such as "
-    f"{shorten(image_labels.IMAGE_COLUMNS)} and {shorten(image_labels.LABEL_COLUMNS)}"
+    "no CSV file in it names images that are there, and labels; its first line has to name the "
+    "columns, such as file and label"
 )
 # Those that a file of their own shows
 CERTAIN = [

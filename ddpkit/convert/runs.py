@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from ddpkit.convert.labels import LabelledSet, ObjectClasses, Size, part_of
+from ddpkit.convert.labels import LabelledSet, ObjectClasses, Size
 from ddpkit.convert.objects import Entries, MarkedImage, draw_objects, not_there
 from ddpkit.convert.shapes import Area, Shape, fill_pairs
 from ddpkit.convert.tree import Tree
 from ddpkit.errors import shorten
+from ddpkit.vision import lists
 
 # Columns, in small letters: of runs, of names of images, of classes.
 RUN_COLUMNS = ("encodedpixels", "rle", "rle_mask", "rles", "annotation", "segmentation")
@@ -31,7 +32,6 @@ IMAGE_COLUMNS = (
     "file",
 )
 CLASS_COLUMNS = ("classid", "class_id", "class", "label", "category")
-SPLIT_COLUMNS = ("split", "subset", "set", "partition")  # which part a row belongs to
 BOTH = "imageid_classid"  # as x.jpg_3
 NO_RUNS = ("", "-1", "nan")  # an image without objects
 Row = tuple[str, str, int]  # class, runs, number of the row
@@ -48,16 +48,6 @@ def columns_of(tree: Tree, name: str) -> tuple[str, str, str] | None:
     images = first((*IMAGE_COLUMNS, BOTH))
     runs = first(RUN_COLUMNS)
     return (runs, images, first(CLASS_COLUMNS)) if runs and images else None
-
-
-def split_column(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the column that says of each row which part it belongs to; "" if there is none."""
-    for column in rows[0] if rows else ():
-        if column.lower() in SPLIT_COLUMNS and all(
-            part_of(str(row.get(column))) for row in rows
-        ):
-            return column
-    return ""
 
 
 def not_read(
@@ -86,14 +76,16 @@ def read_runs(tree: Tree, names: Sequence[str], by_columns: bool = True) -> Labe
     for name in names:
         runs, images, class_column = columns_of(tree, name) or ("", "", "")
         rows = list(tree.rows(name))
-        split = split_column(rows)
+        if images.lower() != BOTH:
+            images = tree.image_column(tree.path(name), rows) or images
+        split = lists.part_column(rows)
         notes += not_read(name, rows, (runs, images, class_column, split))
         for number, row in enumerate(rows, 2):
             image = row.get(images, "")
             label = row.get(class_column, "") if class_column else ""
             if images.lower() == BOTH:
                 image, _, label = image.rpartition("_")
-            stated = part_of(row.get(split) or "")
+            stated = lists.stated_part(row, split, f"{tree.path(name)}, row {number}")
             own = objects.setdefault((name, image, stated), [])
             if row.get(runs, "").lower() not in NO_RUNS:
                 own.append((label or "object", row[runs], number))

@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import time
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -794,7 +795,7 @@ def with_cvat(root: Path) -> None:
 
 
 def with_kaggle(root: Path, runs: bool) -> None:
-    rows = "id,rle\n1,1 5\n2,1 5\n" if runs else "id_code,diagnosis\n1,c\n2,d\n"
+    rows = "id,rle\n1,1 5\n2,1 5\n" if runs else "id_code,diagnosis\n1,c\n2,c\n"
     write(root / "train.csv", rows)
     for name in "train_images/2.jpg", "test_images/1.jpg":
         save(root / name)
@@ -992,17 +993,15 @@ def test_columns_that_are_no_labels(
     for n in "012":
         save(source / f"{n}.jpg")
     path = source / "l.csv"
-    write(path, "image,stage,lesions\n0,0,1\n1,3,0\n2,2,7\n")
-    line = refusal(source)
-    assert "l.csv: its columns are not 0 and 1 in each row" in line
-    write(path, "id_code,diagnosis,age\n0,x,1\n1,y,2\n2,x,3\n")
-    line = refusal(source)
-    assert "l.csv: none of its columns diagnosis, age is known" in line
+    write(path, "image,stage,lesions\n0,0,1\n1,3,0\n2,1,7\n")
+    assert "l.csv, line 3: stage is 3, but with a column for each" in refusal(source)
+    write(path, "id_code,diagnosis,age\n0,x,31\n1,y,32\n2,x,33\n")
+    assert "l.csv, line 2: diagnosis is x, but with" in refusal(source)
     path.rename(source / "train.csv")
-    assert "train.csv: none of its columns" in refusal(source)
+    assert "train.csv, line 2: diagnosis is x, but with" in refusal(source)
     (source / "train.csv").unlink()
     path.write_bytes("image,label\n0,caf\xe9\n1,caf\xe8\n2,b\n".encode("cp1252"))
-    assert "l.csv: is not in UTF-8; save it as UTF-8" in refusal(source)
+    assert "l.csv: no text in UTF-8" in refusal(source)
     write(path, "image,tags\n0,haze primary\n1,primary haze\n2,clear\n")
     assert '"haze primary" is one class' in converted(source, capsys)
     path.unlink()
@@ -1010,6 +1009,121 @@ def test_columns_that_are_no_labels(
         rows = {"file_name": "0.jpg", column: value}
         write(source / "metadata.jsonl", rows)
         assert f"its column {column} has texts or objects" in refusal(source)
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "words"),
+    [
+        ("id,encoding", "{n},{n} 5 4{n} 5", "its column encoding has pairs of numbers"),
+        ("id,attribute_ids", "{n},1{n} 61{n} 813", "attribute_ids has several numbers"),
+        ("ImageId,PredictionString", "{n},n01 1 2 3 {n}", "has boxes around objects"),
+        ("id,name", "{n},x{n}", "its column name has another value in nearly each row"),
+        ("id,target", "{n},0.{n}", "its column target has another value in nearly"),
+        ("filename,width,class,xmin", "{n}.jpg,9,cat,{n}", "xmin is of boxes around"),
+        ("file,label,label ", "{n}.jpg,a,b", "column label is twice"),
+        ("file,breed,species", "{n}.jpg,pug,dog", "breed and species may each be"),
+        # two that name images otherwise
+        ("id,photo,label", "{n},{m},a", "id and photo may each name the images"),
+        (
+            "a,b,label",
+            "{n}.jpg,{m}.jpg,a",
+            "a and b may each name the images, 1.jpg and",
+        ),
+        ("id,image,rle", "{n},{m},1 5", "id and image may each name the images"),
+    ],
+)
+def test_columns_by_what_they_hold(
+    columns: str, rows: str, words: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "set"
+    numbers = [*range(1, 12)]
+    for n in numbers:
+        save(source / f"{n}.jpg")
+    lines = [rows.format(n=n, m=12 - n) for n in numbers]
+    write(source / "l.csv", "\n".join([columns, *lines]))
+    assert words in refusal(source)
+
+
+def test_the_column_that_names_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """It holds names of files that are there, wherever it stands and whatever its name."""
+    source = tmp_path / "set"
+    for n in "1234":
+        save(source / f"{n}.jpg")
+    expected = {f"train/a/{n}.jpg" for n in "24"} | {f"train/b/{n}.jpg" for n in "13"}
+    for columns, rows in (
+        ("id,filename,label", "1,4.jpg,a\n2,3.jpg,b\n3,2.jpg,a\n4,1.jpg,b\n"),
+        # saved anew as JPEG
+        ("id,photo,label", "1,4.png,a\n2,3.png,b\n3,2.png,a\n4,1.png,b\n"),
+        ("class id,filepaths,labels", "1,x/4.jpg,a\n0,x/3.jpg,b\n1,2.jpg,a\n0,1.jpg,b"),
+        ("kind,img,", "a,4,1\nb,3,2\na,2,3\nb,1,4\n"),
+        ("file,path,label", "4,4.jpg,a\n3,3.jpg,b\n2,2.jpg,a\n1,1.jpg,b\n"),
+    ):
+        write(source / "l.csv", f"{columns}\n{rows}")
+        converted(source, capsys)
+        assert images_in(source).keys() == expected
+    # of runs, too
+    write(source / "l.csv", "id,photo,rle\n1,4.jpg,1 5\n2,3.jpg,20 5\n3,2.jpg,\n")
+    converted(source, capsys)
+    assert images_in(source).keys() == {f"train/{n}.jpg" for n in "234"}
+    mask = np.array(Image.open(source.with_name("out") / "train/masks/4.png"))
+    assert mask[:5, 0].all()
+
+
+def test_groups_of_the_source(tmp_path: Path) -> None:
+    """A column of that name becomes groups.csv, or a column of the lists."""
+    source = tmp_path / "set"
+    for n in "0123":
+        save(source / f"{n}.jpg")
+    write(source / "l.csv", "id,group,label\n0,p,a\n1,q,b\n2,p,b\n3,,a\n")
+    convert.main([str(source), str(tmp_path / "out")])
+    text = (tmp_path / "out/groups.csv").read_text()
+    assert set(text.splitlines()) == {
+        "file,group",
+        "train/a/0.jpg,p",
+        "train/b/1.jpg,q",
+        "train/b/2.jpg,p",
+        "train/a/3.jpg,train/a/3.jpg",
+    }
+    write(source / "l.csv", "id,group,label\n0,p,a;b\n1,q,b\n2,p,b\n")
+    convert.main([str(source), str(tmp_path / "several")])
+    lines = (tmp_path / "several/train.csv").read_text().splitlines()
+    assert lines[:2] == ["file,label,group", "train/0.jpg,a;b,p"]
+    assert not (tmp_path / "several/groups.csv").exists()
+
+
+def test_names_that_look_the_same(tmp_path: Path) -> None:
+    """Classes stay apart or are refused; images are found in any Unicode form."""
+    source = tmp_path / "set"
+    composed, decomposed = (unicodedata.normalize(f, "caf\xe9") for f in ("NFC", "NFD"))
+    coco(source)
+    path = source / "annotations/instances_train2017.json"
+    content = json.loads(path.read_text())
+    names = [each["name"] for each in content["categories"]]
+    for first, second, words in (
+        ("C#", "C", "classes C and C# would both be C, as classes.txt has no"),
+        ("a=b", "a b", "would both be a b"),
+    ):
+        for each, name in zip(content["categories"], (first, second), strict=False):
+            each["name"] = name
+        write(path, content)
+        (source / "annotations/instances_val2017.json").unlink(missing_ok=True)
+        assert words in refusal(source)
+    for each, name in zip(content["categories"], names, strict=True):
+        each["name"] = name
+    content["images"][0]["file_name"] = f"{composed}/a.png"
+    write(path, content)
+    (source / f"train2017/{decomposed}").mkdir()
+    image = source / "train2017" / "a.png"
+    image.rename(source / f"train2017/{decomposed}/a.png")
+    convert.main([str(source), str(tmp_path / "out")])
+    assert (tmp_path / "out/train/masks/a.png").is_file()
+    shutil.rmtree(source)
+    for n in "012":
+        save(source / f"{n}.jpg")
+    write(source / "l.csv", f"id,label\n0,{composed}\n1,{decomposed}\n2,b\n")
+    assert "look the same" in refusal(source)
 
 
 def test_colours_and_classes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
