@@ -349,9 +349,6 @@ class Run(Checkpoints):
             line += f"; --virtual-ranks {before} then, {virtual} now: other bits follow"
         elif ranks != now and not virtual:
             line += f"; {ranks} rank(s) then, {now} now: BatchNorm, dropout and rounding differ"
-        batches = state["global_batch"], self.source.global_batch
-        if len(set(batches)) > 1:
-            line += "; {} images per step then, {} now: see --lr".format(*batches)
         known = (None, self.source.order["training_set"])
         # within an epoch `progress` says it
         if state.get("training_set") not in known and not state["seen"]:
