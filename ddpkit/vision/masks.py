@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from ddpkit import files
 from ddpkit.data.format import DEFAULT_FORMAT, VOID, Format
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import images
@@ -31,9 +32,18 @@ KNOWN = 256  # the bit above those of a class number
 LOSSY = ("JPEG", "MPO", "AVIF", "HEIF")  # formats of Pillow
 MANY = 8  # values that no line of classes.txt has, as smoothed edges have
 FORMS = "NAME, NAME = VALUE, or NAME = R G B with colours of 0 to 255"
-LINE = re.compile(
-    r"([^=]*[^=\s])(?:\s*=\s*(-?\d{1,9}|\d{1,3}[\s,]+\d{1,3}[\s,]+\d{1,3}))?"
+RGB = r"\d{1,3}[\s,]+\d{1,3}[\s,]+\d{1,3}"
+LINE = re.compile(rf"([^=]*[^=\s])(?:\s*=\s*(-?\d{{1,9}}|{RGB}))?")
+# Lists of other programs: NAME,R,G,B; NAME:R,G,B::; R G B NAME; VALUE, NAME; NAME.
+OTHER_LISTS = re.compile(
+    r"\w*class_?dict\w*\.csv|_classes\.csv|label_?colou?rs\.txt|labelmap\.txt|"
+    r"codes\.txt|class_names\.txt",
+    re.IGNORECASE,
 )
+NAME_FIRST = re.compile(rf"(.*?)[\s,:;]+({RGB})[\s:]*")
+NAME_LAST = re.compile(rf"({RGB}|\d+)[\s,:;]+(.+)")
+# Names of no class in such lists, in small letters: their pixels are void.
+VOID_NAMES = ("void", "ignore", "ignored", "unlabeled", "unlabelled")
 
 
 class Classes(list[str]):
@@ -85,11 +95,43 @@ def unnamed() -> Labels:
 
 
 def read_classes(path: Path) -> Labels:
-    """Return what the file at `path` says."""
-    if not path.is_file():
-        return unnamed()
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    return parse(text.splitlines(), path)
+    """Return what the classes.txt at `path` says, or beside it a list of another program."""
+    listed = path if path.is_file() else find_list(path.parent)
+    return parse(read_lines(listed), listed) if listed else unnamed()
+
+
+def find_list(folder: Path) -> Path | None:
+    """Return the file in `folder` in which another program lists the classes of masks."""
+    names = sorted(each.name for each in folder.iterdir())
+    return next((folder / name for name in names if OTHER_LISTS.fullmatch(name)), None)
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of classes.txt; those of another list as classes.txt would have them."""
+    lines = files.read_file(path).decode("utf-8-sig", "replace").splitlines()
+    if path.name == "classes.txt":
+        return lines
+    if path.suffix.lower() == ".csv":
+        lines[:1] = []  # which names the columns
+    return [translate_line(re.sub(r'["\[\]]', "", line).strip()) for line in lines]
+
+
+def translate_line(line: str) -> str:
+    """Return a line of another program's list as classes.txt has it."""
+    name = line
+    value = ""
+    first = NAME_FIRST.fullmatch(line)
+    last = NAME_LAST.fullmatch(line)
+    if first:
+        name, value = first.groups()
+    elif last:
+        value, name = last.groups()
+    plain = name.strip(" _").lower()
+    if plain in VOID_NAMES:
+        name = "void"
+    elif plain == "background":
+        name = plain
+    return f"{name} = {value}" if value else name
 
 
 def parse(lines: Sequence[str], path: Path) -> Labels:

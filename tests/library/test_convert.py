@@ -620,7 +620,11 @@ def test_what_is_broken(kind: str, words: list[str], tmp_path: Path) -> None:
         ),
         ("train.csv", "id,rle\na,1 2 3", "row 2: its runs (RLE) are no pairs"),
         ("annotations.xml", "<annotations><image>", "annotations.xml: no XML"),
-        ("labelmap.txt", "cat 1 2 3", "line 1: expected NAME:R,G,B::"),
+        (
+            "labelmap.txt",
+            "a:0,0,0::\ncat:1,2::",
+            "labelmap.txt: cat:1,2::: write all lines in one way",
+        ),
     ],
 )
 def test_a_broken_line(name: str, lines: str, words: str, tmp_path: Path) -> None:
