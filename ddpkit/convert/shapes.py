@@ -122,7 +122,7 @@ def to_points(values: object, where: str) -> np.ndarray:
     try:
         flat = np.array(values, np.float64).reshape(-1)
         points = flat.reshape(-1, 2)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         points = np.full((1, 2), np.nan)
     if not np.isfinite(points).all():
         raise UserError(
@@ -147,7 +147,7 @@ def oval(center: Sequence[float], radius: Sequence[float]) -> np.ndarray:
 
 
 def fill_counts(
-    counts: Sequence[int], size: Size, where: str, by_columns: bool = True
+    counts: Sequence[int] | np.ndarray, size: Size, where: str, by_columns: bool = True
 ) -> np.ndarray:
     """Return bool (H, W) of the lengths of runs, in turn outside and inside.
 
@@ -201,22 +201,30 @@ def fill_pairs(
     They go down the columns, unless `by_columns` is false.
     """
     height, width = size
-    inside = np.zeros(height * width, bool)
     try:
         numbers = np.array([int(float(word)) for word in text.split()], np.int64)
-        pairs = numbers.reshape(-1, 2)
-    except ValueError:
+        starts, lengths = numbers.reshape(-1, 2).T
+    except (ValueError, OverflowError):
         raise UserError(
             f"{where}: its runs (RLE) are no pairs of START LENGTH; repair or remove the row"
         ) from None
-    for start, length in pairs:
-        if start < 1 or length < 0 or start - 1 + length > len(inside):
-            raise UserError(
-                f"{where}: the run {start} {length} (RLE) does not fit into the {width} x "
-                f"{height} pixels of the image; is it of another size?"
-            )
-        inside[start - 1 : start - 1 + length] = True
-    return inside.reshape(size, order="F" if by_columns else "C")
+    firsts = starts - 1
+    ends = firsts + lengths
+    is_beyond = (firsts < 0) | (lengths < 0) | (ends > height * width)
+    for start, length in numbers.reshape(-1, 2)[is_beyond].tolist():
+        raise UserError(
+            f"{where}: the run {start} {length} (RLE) does not fit into the {width} x "
+            f"{height} pixels of the image; is it of another size?"
+        )
+    gaps = firsts - np.append(0, ends[:-1])
+    if (gaps < 0).any():
+        raise UserError(
+            f"{where}: the starts of its runs (RLE) do not rise, or runs overlap; if each counts "
+            "from the end of the run before, as SIIM-ACR's do, add them up"
+        )
+    counts = np.stack([gaps, lengths], 1).reshape(-1)
+    counts = np.append(counts, height * width - counts.sum())
+    return fill_counts(counts, size, where, by_columns)
 
 
 def turned(points: np.ndarray, degrees: float) -> np.ndarray:
