@@ -14,6 +14,7 @@ from ddpkit.convert import (
     label_studio,
     labelme,
     mask_files,
+    not_taken,
     runs,
     yolo,
 )
@@ -225,6 +226,7 @@ def find_label_format(tree: Tree) -> LabelFormat:
         raise UserError(
             f"{tree.root}: is as training takes it: python -m ddpkit check {tree.root}"
         )
+    not_taken.refuse_known(tree)
     image_labels.refuse_unclear(tree)
     endings = Counter(ending_of(name) or "without ending" for name in tree.files)
     listed = [f"{count} {ending}" for ending, count in endings.most_common()]
