@@ -52,6 +52,7 @@ HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"
 # at the end, by some cameras
 PADDING = re.compile(r"\b\d\d? extraneous bytes before marker 0xd9")
 ALPHA = ("LA", "RGBA")  # modes of Pillow whose last channel is alpha
+STRETCHED = "stretched"  # in Image.info
 LFS = b"version https://git-lfs"
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 GREYS = bytes(np.arange(256, dtype=np.uint8).repeat(3))  # a palette, R G B, ...
@@ -401,6 +402,8 @@ def read_stored(path: str, format: Format = DEFAULT_FORMAT) -> Image.Image:
                 raise ValueError(
                     "colours or alpha of 16 bits, of which 8 would be read"
                 )
+            # greys of 2 or 4 bits, which Pillow stretches to 0 to 255
+            file.info[STRETCHED] = bool(re.search("L;[24]", str(file.tile)))
             ImageOps.exif_transpose(file, in_place=True)
             return file
 

@@ -221,12 +221,12 @@ def _read_bytes(
 ) -> tuple[np.ndarray, "Legend"]:
     """Return the values of 8 bits that stand for classes, uint8 (H, W), and their legend."""
     stored = np.asarray(image)
-    if image.mode == "L":
-        return stored, GreyLegend(path, labels)
     is_two_tone = image.mode == "1"
+    is_stretched = image.info.get(images.STRETCHED)
+    shown = stored
     if is_two_tone:
         shown = stored.astype(np.uint8) * 255
-    else:
+    elif image.mode == "P":
         colors = np.zeros((256, 3), np.uint8)
         palette = image.getpalette() or []  # of the entries that the file has
         colors.flat[: len(palette)] = palette
@@ -235,6 +235,14 @@ def _read_bytes(
         # What counts is what it shows: an encoder numbers its greys as it likes.
         shown = colors[:, 0].take(stored)
         is_two_tone = not (shown % 255).any() and (shown != stored).any()
+        # as numbers of 2 or 4 bits get, to be seen
+        wide = stored.astype(int)
+        is_stretched = shown.any() and any((shown == n * wide).all() for n in (17, 85))
+    if is_stretched and not labels.has_greys:
+        raise UserError(
+            f"{path}: greys of 2 or 4 bits, which may mean their numbers or what they show; save "
+            "masks with 8 bits, or list what they show in classes.txt: NAME = R G B"
+        )
     if is_two_tone:  # 0 and 1 may be meant as well as 0 and 255
         return shown.clip(max=labels.white), TwoToneLegend(path, labels)
     return shown, GreyLegend(path, labels)
