@@ -229,7 +229,7 @@ class Survey:
             return
         if 0 not in self.largest and len(self.largest) > 2:
             self.warnings.append(
-                f"{self.root}: each mask has the values 1 to its largest, as masks have that number "
+                f"{self.root}: each mask has all values from 1 to its largest, as if they numbered "
                 "objects; segmentation needs numbers of classes"
             )
         known = {*range(len(self.classes)), VOID}
