@@ -93,16 +93,14 @@ def read_pairs(
         # by class number in the folder; what is void stays so
         numbers = np.full(256, masks.VOID, np.uint8)
         numbers[: len(labels)] = [labelled.names.index(name) for name in labels]
-        read = partial(read_numbered, draw, labels, numbers)
-        add_pairs(labelled, pairs, read)
-    colors = [color_of[name] for name in labelled.names if name in color_of]
+        add_pairs(labelled, pairs, partial(draw_file, draw, labels, numbers))
     # all have one, and each another
-    if len(set(colors)) == len(labelled.names):
-        labelled.colors = colors
+    if len({*color_of.values()}) == len(labelled.names):
+        labelled.colors = [color_of[name] for name in labelled.names]
     return labelled
 
 
-def read_numbered(
+def draw_file(
     draw: Callable,
     labels: masks.Labels,
     numbers: np.ndarray,
@@ -303,12 +301,12 @@ def voc_lists(tree: Tree, parent: str) -> tuple[dict[str, list[str]], list[str]]
     for stem in [stem for stem in names_in if stem.isalpha() and part_of(stem)]:
         lists.setdefault(part_of(stem), []).extend(names_in.pop(stem))
 
-    used = {name for names in lists.values() for name in names}
-    rest = [name for name in both if name not in used]
-    if rest:
-        lists.setdefault("val" if "train" in lists else "train", []).extend(rest)
-        used.update(rest)
-    known = set(lists)
+    def add_rest(part: str, names: Sequence[str]) -> None:
+        used = set().union(*lists.values())
+        lists.setdefault(part, []).extend(name for name in names if name not in used)
+
+    add_rest("val" if "train" in lists else "train", both)
+    known = {part for part, names in lists.items() if names}
     others = []
     for stem, names in names_in.items():
         # such as train_aug, or CVAT's default
@@ -316,8 +314,7 @@ def voc_lists(tree: Tree, parent: str) -> tuple[dict[str, list[str]], list[str]]
         if part in known:
             others.append(f"{folder}/{stem}.txt")
         else:
-            own = [name for name in names if name not in used]
-            lists.setdefault(part, []).extend(own)
+            add_rest(part, names)
     return {part: names for part, names in lists.items() if names}, others
 
 
@@ -412,13 +409,13 @@ def find_class_masks(tree: Tree) -> list[tuple[str, str, list[str]]]:
     """Return each folder of images, that of their masks, and the names of the classes in it."""
     folders = []
     for of_images, of_masks in folders_of_masks(tree):
-        start = len(of_masks) + 1
-        inner = {each[start:].partition("/")[0] for each in tree.in_folder(of_masks)}
-        classes = sorted(each for each in inner if join(of_masks, each) in tree.folders)
-        # else the masks lie in folders as the images do
-        shared = any(join(of_images, each) in tree.folders for each in classes)
-        are_all = len(classes) == len(inner) and not any(map(part_of, classes))
-        if classes and are_all and not shared:
+        keys = [key_of(each, of_masks) for each in tree.in_folder(of_masks)]
+        classes = sorted({key.partition("/")[0] for key in keys})
+        # else the masks lie in folders as the images do, or in those of parts
+        are_classes = not any(
+            part_of(each) or join(of_images, each) in tree.folders for each in classes
+        )
+        if keys and all("/" in key for key in keys) and are_classes:
             folders.append((of_images, of_masks, classes))
     return folders
 

@@ -3,10 +3,10 @@
 import re
 
 from ddpkit import files
-from ddpkit.convert.tree import Tree, ending_of
+from ddpkit.convert.tree import Tree
 from ddpkit.errors import UserError
 
-TEXTS = (".json", ".jsonl", ".ndjson", ".geojson", ".xml")
+TEXTS = re.compile(r"\.(nd|geo)?json$|\.xml$", re.IGNORECASE)
 MOST = 100_000  # of a text, which is looked through
 SAVE = "save its images as DIR/train/CLASS/NUMBER.png"
 # By what a file has in its name, or a text within itself.
@@ -43,7 +43,7 @@ def refuse_known(tree: Tree) -> None:
     names = [tree.below(tree.named)] if tree.named else tree.files
     for name in names:
         shown = f"/{name}"
-        if ending_of(name) in TEXTS:
+        if TEXTS.search(name):
             content = files.read_file(tree.path(name))[:MOST]
             shown += content.decode("utf-8", "replace")
         for pattern, what in KNOWN.items():

@@ -147,7 +147,7 @@ def oval(center: Sequence[float], radius: Sequence[float]) -> np.ndarray:
 
 
 def fill_counts(
-    counts: Sequence[int] | np.ndarray, size: Size, where: str, by_columns: bool = True
+    counts: Sequence[int], size: Size, where: str, by_columns: bool = True
 ) -> np.ndarray:
     """Return bool (H, W) of the lengths of runs, in turn outside and inside.
 
@@ -201,30 +201,29 @@ def fill_pairs(
     They go down the columns, unless `by_columns` is false.
     """
     height, width = size
+    inside = np.zeros(height * width, bool)
     try:
         numbers = np.array([int(float(word)) for word in text.split()], np.int64)
-        starts, lengths = numbers.reshape(-1, 2).T
+        pairs = numbers.reshape(-1, 2).tolist()
     except (ValueError, OverflowError):
         raise UserError(
             f"{where}: its runs (RLE) are no pairs of START LENGTH; repair or remove the row"
         ) from None
-    firsts = starts - 1
-    ends = firsts + lengths
-    is_beyond = (firsts < 0) | (lengths < 0) | (ends > height * width)
-    for start, length in numbers.reshape(-1, 2)[is_beyond].tolist():
-        raise UserError(
-            f"{where}: the run {start} {length} (RLE) does not fit into the {width} x "
-            f"{height} pixels of the image; is it of another size?"
-        )
-    gaps = firsts - np.append(0, ends[:-1])
-    if (gaps < 0).any():
-        raise UserError(
-            f"{where}: the starts of its runs (RLE) do not rise, or runs overlap; if each counts "
-            "from the end of the run before, as SIIM-ACR's do, add them up"
-        )
-    counts = np.stack([gaps, lengths], 1).reshape(-1)
-    counts = np.append(counts, height * width - counts.sum())
-    return fill_counts(counts, size, where, by_columns)
+    end = 0
+    for start, length in pairs:
+        if start < 1 or length < 0 or start - 1 + length > len(inside):
+            raise UserError(
+                f"{where}: the run {start} {length} (RLE) does not fit into the {width} x "
+                f"{height} pixels of the image; is it of another size?"
+            )
+        if start <= end:
+            raise UserError(
+                f"{where}: the starts of its runs (RLE) do not rise, or runs overlap; if each counts "
+                "from the end of the run before, as SIIM-ACR's do, add them up"
+            )
+        end = start - 1 + length
+        inside[start - 1 : end] = True
+    return inside.reshape(size, order="F" if by_columns else "C")
 
 
 def turned(points: np.ndarray, degrees: float) -> np.ndarray:
