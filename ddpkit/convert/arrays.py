@@ -48,7 +48,7 @@ def read_arrays(tree: Tree, names: Sequence[str]) -> LabelledSet:
         in_folder.setdefault(folder_of(name), []).append(name)
     values: list[int] = []  # of all arrays, if any folder has no list of classes
 
-    def name_values(_: str) -> list[str]:
+    def name_values(*_: object) -> list[str]:
         if not values:
             each = (load_values(str(tree.path(name))) for name in names)
             values.extend(sorted(set().union(*map(values_in, each))))
@@ -59,8 +59,10 @@ def read_arrays(tree: Tree, names: Sequence[str]) -> LabelledSet:
             )
         return [f"value {value} = {value}" for value in values]
 
-    folders = ((folder, array_pairs(tree, own)) for folder, own in in_folder.items())
-    labelled = read_pairs(tree, folders, name_values, read_values)
+    def pairs_in(tree: Tree, folder: str) -> Pairs:
+        return array_pairs(tree, in_folder[folder])
+
+    labelled = read_pairs(tree, in_folder, pairs_in, name_values, read_values)
     if values:
         labelled.notes.append(
             f"the classes are the values {', '.join(map(str, values))}; write lines NAME = VALUE "

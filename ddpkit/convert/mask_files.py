@@ -52,8 +52,6 @@ class Pair(NamedTuple):
 
 
 Pairs = Iterator[Pair | LeftOut]
-# a folder, of which the list of classes is the nearest one, and its masks
-Folders = Iterable[tuple[str, Pairs]]
 
 
 def listed_classes(tree: Tree, folder: str) -> tuple[Sequence[str], Path]:
@@ -75,17 +73,22 @@ def listed_classes(tree: Tree, folder: str) -> tuple[Sequence[str], Path]:
 
 
 def read_pairs(
-    tree: Tree, folders: Folders, default: Callable, draw: Callable = masks.read_mask
+    tree: Tree,
+    folders: Iterable[str],
+    pairs_in: Callable,
+    lines_for: Callable = lambda *_: (),
+    draw: Callable = masks.read_mask,
 ) -> LabelledSet:
-    """Return the set of these masks, each with the classes that its own folder lists.
+    """Return the set of the masks in folders, each with the classes that its folder lists.
 
-    default: folder -> lines for one without a list. draw: path of a mask, its labels -> the mask.
+    pairs_in: the tree, a folder -> Pairs. lines_for: likewise, the lines of a folder without a
+    list, as in classes.txt. draw: path of a mask, its labels -> the mask.
     """
     labelled = LabelledSet([])
     color_of: dict[str, Color] = {}
-    for folder, pairs in folders:
+    for folder in folders:
         lines, where = listed_classes(tree, folder)
-        labels = masks.parse(lines or default(folder), where)
+        labels = masks.parse(lines or lines_for(tree, folder), where)
         labelled.names = list(dict.fromkeys([*labelled.names, *labels]))
         rgb = [] if labels.colors is None else labels.colors.tolist()
         for name, (red, green, blue) in zip(labels, rgb, strict=False):
@@ -93,7 +96,8 @@ def read_pairs(
         # by class number in the folder; what is void stays so
         numbers = np.full(256, masks.VOID, np.uint8)
         numbers[: len(labels)] = [labelled.names.index(name) for name in labels]
-        add_pairs(labelled, pairs, partial(draw_file, draw, labels, numbers))
+        read = partial(draw_file, draw, labels, numbers)
+        add_pairs(labelled, pairs_in(tree, folder), read)
     # all have one, and each another
     if len({*color_of.values()}) == len(labelled.names):
         labelled.colors = [color_of[name] for name in labelled.names]
@@ -215,8 +219,7 @@ def find_cvat_masks(tree: Tree) -> list[str]:
 
 
 def read_voc(tree: Tree, parents: Sequence[str]) -> LabelledSet:
-    folders = ((parent, voc_pairs(tree, parent)) for parent in parents)
-    return read_pairs(tree, folders, partial(voc_lines, tree))
+    return read_pairs(tree, parents, voc_pairs, voc_lines)
 
 
 def voc_lines(tree: Tree, parent: str) -> Sequence[str]:
@@ -247,9 +250,7 @@ def voc_mask_folder(tree: Tree, parent: str) -> str:
 
 
 def read_cvat_masks(tree: Tree, maps: Sequence[str]) -> LabelledSet:
-    parents = map(folder_of, maps)
-    folders = ((parent, voc_pairs(tree, parent)) for parent in parents)
-    return read_pairs(tree, folders, tuple)
+    return read_pairs(tree, map(folder_of, maps), voc_pairs)
 
 
 def voc_pairs(tree: Tree, parent: str) -> Pairs:
@@ -339,7 +340,7 @@ def read_cityscapes(tree: Tree, names: Sequence[str]) -> LabelledSet:
     others = set(range(CITY_IDS)) - set(numbers)
     lines += [f"void = {number}" for number in (*sorted(others), masks.VOID)]
     pairs = city_pairs(tree, [name for name in names if name.endswith(f"_{kind}")])
-    labelled = read_pairs(tree, [("", pairs)], lambda _: lines)
+    labelled = read_pairs(tree, [""], lambda *_: pairs, lambda *_: lines)
     labelled.colors = [(int(r), int(g), int(b)) for _, _, r, g, b in CITY_CLASSES]
     return labelled
 
@@ -369,8 +370,12 @@ def find_camvid(tree: Tree) -> list[tuple[str, str]]:
 
 
 def read_camvid(tree: Tree, folders: Sequence[tuple[str, str]]) -> LabelledSet:
-    pairs = [(each[1], match_folders(tree, *each)) for each in folders]
-    labelled = read_pairs(tree, pairs, lambda _: CAMVID_NAMES.split())
+    images_of = {of_masks: of_images for of_images, of_masks in folders}
+
+    def pairs_in(tree: Tree, folder: str) -> Pairs:
+        return match_folders(tree, images_of[folder], folder)
+
+    labelled = read_pairs(tree, images_of, pairs_in, lambda *_: CAMVID_NAMES.split())
     if "valid.txt" in tree.files:
         held_out = {stem_of(line) for line in tree.lines("valid.txt")}
         for sample in labelled.samples:
@@ -390,9 +395,7 @@ def find_roboflow(tree: Tree) -> list[str]:
 
 
 def read_roboflow(tree: Tree, names: Sequence[str]) -> LabelledSet:
-    parents = map(folder_of, names)
-    folders = ((parent, roboflow_pairs(tree, parent)) for parent in parents)
-    return read_pairs(tree, folders, tuple)
+    return read_pairs(tree, map(folder_of, names), roboflow_pairs)
 
 
 def roboflow_pairs(tree: Tree, folder: str) -> Pairs:

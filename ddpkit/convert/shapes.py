@@ -218,8 +218,8 @@ def fill_pairs(
             )
         if start <= end:
             raise UserError(
-                f"{where}: the starts of its runs (RLE) do not rise, or runs overlap; if each counts "
-                "from the end of the run before, as SIIM-ACR's do, add them up"
+                f"{where}: the starts of its runs (RLE) do not rise, or runs overlap; if they "
+                "count from the end of the run before, as SIIM-ACR's do, add them up"
             )
         end = start - 1 + length
         inside[start - 1 : end] = True
