@@ -40,8 +40,8 @@ OTHER_LISTS = re.compile(
     r"codes\.txt|class_names\.txt",
     re.IGNORECASE,
 )
-NAME_FIRST = re.compile(rf"(.*?)[\s,:;]+({RGB})[\s:]*")
-NAME_LAST = re.compile(rf"({RGB}|\d+)[\s,:;]+(.+)")
+NAME_FIRST = re.compile(rf"(?P<name>.*?)[\s,:;]+(?P<value>{RGB})[\s:]*")
+NAME_LAST = re.compile(rf"(?P<value>{RGB}|\d+)[\s,:;]+(?P<name>.+)")
 # Names of no class in such lists, in small letters: their pixels are void.
 VOID_NAMES = ("void", "ignore", "ignored", "unlabeled", "unlabelled")
 
@@ -50,7 +50,9 @@ class Classes(list[str]):
     """The class names, with `colors`, uint8 (classes, 3), if the user has chosen them."""
 
     def __init__(
-        self, names: Sequence[str], colors: Sequence[Sequence[int]] | None = None
+        self,
+        names: Sequence[str],
+        colors: Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__(names)
         self.colors = np.array(colors, dtype=np.uint8) if colors else None
@@ -65,7 +67,12 @@ class Labels(Classes):
     meant: what the masks that were read mean.
     """
 
-    def __init__(self, names: Sequence[str], kind: int, keys: dict[tuple, int]) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        kind: int,
+        keys: dict[tuple, int],
+    ) -> None:
         self.colored: dict[int, int] = {}
         greys: dict[int, int] = {}
         if kind == 3:
@@ -118,23 +125,20 @@ def read_lines(path: Path) -> list[str]:
 
 def translate_line(line: str) -> str:
     """Return a line of another program's list as classes.txt has it."""
-    name = line
-    value = ""
-    first = NAME_FIRST.fullmatch(line)
-    last = NAME_LAST.fullmatch(line)
-    if first:
-        name, value = first.groups()
-    elif last:
-        value, name = last.groups()
+    match = NAME_FIRST.fullmatch(line) or NAME_LAST.fullmatch(line)
+    name = match["name"] if match else line
     plain = name.strip(" _").lower()
     if plain in VOID_NAMES:
         name = "void"
     elif plain == "background":
         name = plain
-    return f"{name} = {value}" if value else name
+    return f"{name} = {match['value']}" if match else name
 
 
-def parse(lines: Sequence[str], path: Path) -> Labels:
+def parse(
+    lines: Sequence[str],
+    path: Path,
+) -> Labels:
     """Return what the lines of the classes.txt at `path` say; a UserError names a wrong line."""
     rows: list[tuple[str, tuple[int, ...], bool]] = []
     for row, line in enumerate(lines, 1):
@@ -171,12 +175,20 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
     return Labels(names, kind, keys)
 
 
-def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.ndarray:
+def read_mask(
+    path: str,
+    labels: Labels,
+    format: Format = DEFAULT_FORMAT,
+) -> np.ndarray:
     """Return the whole mask at `path` as class numbers or VOID, uint8 (H, W)."""
     return lazy_mask(path, labels, format).pixels
 
 
-def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> LazyMask:
+def lazy_mask(
+    path: str,
+    labels: Labels,
+    format: Format = DEFAULT_FORMAT,
+) -> LazyMask:
     """Return the mask at `path`, whose class numbers are looked up where it is read.
 
     Raises a UserError if the file is no mask. That a value is no class is found, too, where it is
@@ -217,7 +229,9 @@ def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> Laz
 
 
 def _read_bytes(
-    path: str, labels: Labels, image: Image.Image
+    path: str,
+    labels: Labels,
+    image: Image.Image,
 ) -> tuple[np.ndarray, "Legend"]:
     """Return the values of 8 bits that stand for classes, uint8 (H, W), and their legend."""
     stored = np.asarray(image)
@@ -248,7 +262,10 @@ def _read_bytes(
     return shown, GreyLegend(path, labels)
 
 
-def _refuse_changed(path: str, image: Image.Image) -> None:
+def _refuse_changed(
+    path: str,
+    image: Image.Image,
+) -> None:
     # a file of its own, or in a TIFF
     is_jpeg = image.info.get("compression") == "jpeg"
     kind = "JPEG" if is_jpeg else image.format
@@ -258,7 +275,10 @@ def _refuse_changed(path: str, image: Image.Image) -> None:
         )
 
 
-def _refuse_clear(path: str, image: Image.Image) -> None:
+def _refuse_clear(
+    path: str,
+    image: Image.Image,
+) -> None:
     if image.getchannel("A").getextrema()[0] != VOID:
         raise UserError(
             f"{path}: a mask with transparent pixels; save it without transparency"
@@ -275,7 +295,11 @@ class Legend:
 
     tones = "other numbers"  # what black and white mean in it
 
-    def __init__(self, path: str, labels: Labels) -> None:
+    def __init__(
+        self,
+        path: str,
+        labels: Labels,
+    ) -> None:
         self.path = path
         self.labels = labels
         self.numbers = labels.values  # class number or VOID, by what a pixel has
@@ -347,7 +371,12 @@ class TwoToneLegend(Legend):
 class PaletteLegend(Legend):
     """Of the numbers of the entries in a palette of colours."""
 
-    def __init__(self, path: str, labels: Labels, colors: list[list[int]]) -> None:
+    def __init__(
+        self,
+        path: str,
+        labels: Labels,
+        colors: list[list[int]],
+    ) -> None:
         super().__init__(path, labels)
         self.colors = colors  # of 256 entries: red, green, blue
 
@@ -365,7 +394,11 @@ class PaletteLegend(Legend):
 class ColorLegend(Legend):
     """Of colours, as `_as_keys` has them."""
 
-    def __init__(self, path: str, labels: Labels) -> None:
+    def __init__(
+        self,
+        path: str,
+        labels: Labels,
+    ) -> None:
         super().__init__(path, labels)
         self.numbers = labels.colored
 
@@ -382,7 +415,10 @@ def _values_in(stored: np.ndarray) -> list[int]:
     return np.flatnonzero(Image.fromarray(stored).histogram()).tolist()
 
 
-def add_meanings(known: Meant, found: Meant) -> None:
+def add_meanings(
+    known: Meant,
+    found: Meant,
+) -> None:
     """Add to what masks mean what another one means; a UserError if it contradicts them."""
     for shown, (meaning, path) in found.items():
         before, other = known.setdefault(shown, (meaning, path))
@@ -394,7 +430,8 @@ def add_meanings(known: Meant, found: Meant) -> None:
 
 
 def _look_up(
-    numbers: dict[int, int], keys: np.ndarray
+    numbers: dict[int, int],
+    keys: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the class numbers of `keys`, uint8 (H, W), and whether each is known, bool (H, W)."""
     if keys.dtype.kind == "u":  # values of 8 or 16 bits, or colours
@@ -420,7 +457,10 @@ def _table(numbers: tuple[tuple[int, int], ...]) -> np.ndarray:
     return table
 
 
-def explain_values(values: list[int], names: Sequence[str]) -> str:
+def explain_values(
+    values: list[int],
+    names: Sequence[str],
+) -> str:
     """Return what is wrong with the values of all training masks, or nothing.
 
     names: of the classes, if classes.txt has them.

@@ -235,10 +235,9 @@ class Survey:
         known = {*range(len(self.classes)), VOID}
         for part, images in self.images.items():
             if images.keys() == {VOID}:
-                line = f"{self.root}: the masks of {part} are void everywhere"
                 # training does without a test set
                 noted = self.warnings if part == "test" else self.errors
-                noted.append(line)
+                noted.append(f"{self.root}: the masks of {part} are void everywhere")
             unknown = [str(value) for value in sorted(images.keys() - known)]
             if unknown:
                 of = "validation" if part == "val" else part
