@@ -8,11 +8,13 @@ These are habits, not formats: classes.txt beside them says what values mean. Of
 can be told apart, as compression changes values.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from ddpkit import files
 from ddpkit.convert.labels import LabelledSet, LeftOut, Size, part_of
 from ddpkit.convert.mask_files import (
     Pair,
@@ -24,6 +26,7 @@ from ddpkit.convert.mask_files import (
     read_pairs,
 )
 from ddpkit.convert.tree import ENDINGS, Tree, folder_of, key_of, stem_of
+from ddpkit.data.format import DEFAULT_FORMAT
 from ddpkit.errors import UserError, reason_of, shorten
 from ddpkit.vision import images, masks
 
@@ -118,11 +121,12 @@ def read_values(path: str, labels: masks.Labels) -> np.ndarray:
     return mask
 
 
-def load_values(path: str) -> np.ndarray:
+def load_values(path: Path | str) -> np.ndarray:
     """Return the integers of a mask, (H, W)."""
     try:
-        if images.is_array(path):
-            arrays = [("", np.load(path, allow_pickle=False))]
+        if images.is_array(str(path)):
+            with files.open_file(path) as file:
+                arrays = [("", np.load(file, allow_pickle=False))]
         else:
             arrays = list(arrays_in(load_mat(path)))
     except UserError:
@@ -146,15 +150,19 @@ def is_grid(values: np.ndarray) -> bool:
     return values.ndim == 2 and min(values.shape) > 1 and values.dtype.kind in "buif"
 
 
-def load_mat(path: str) -> dict:
+def load_mat(path: Path | str) -> dict:
     try:
-        from scipy.io import loadmat
+        from scipy.io import loadmat, whosmat
     except ImportError:
         raise UserError(
             f"{path}: reading it needs one more package: python -m pip install scipy"
         ) from None
     try:
-        return loadmat(path)
+        with files.open_file(path) as file:
+            # compressed, a few bytes may stand for any number of pixels
+            for _, shape, _ in whosmat(file):
+                DEFAULT_FORMAT.check_size(str(path), (math.prod(shape), 1))
+            return loadmat(file)
     except NotImplementedError:  # a file of version 7.3
         raise UserError(
             f"{path}: of MATLAB 7.3; save it anew with save(..., '-v7')"

@@ -268,7 +268,8 @@ def void_color(colors: list[Color]) -> Color:
 def size_of(path: Path) -> Size | None:
     """Return height and width of an image, upright; None of a TIFF that Pillow does not read."""
     if path.suffix.lower() == ".npy":
-        height, width = np.load(path, mmap_mode="r").shape[:2]
+        with files.open_file(path) as file:
+            height, width = np.load(file).shape[:2]
         return height, width
     try:
         with images.open_header(path) as file:
@@ -293,7 +294,7 @@ def put_image(source: Path, target: Path) -> Path:
             raise
         except OSError:  # another disk, or one without hard links
             # never into a file that is there: it may be a link to an image of the source
-            with open(real, "rb") as image, open(path, "xb") as copy:
+            with files.open_file(real) as image, open(path, "xb") as copy:
                 shutil.copyfileobj(image, copy)
     except FileExistsError:
         raise UserError(

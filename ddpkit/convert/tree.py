@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpkit import files
 from ddpkit.convert.labels import LabelledSet, part_of
-from ddpkit.errors import UserError, reason_of
+from ddpkit.errors import UserError
 from ddpkit.vision import folders
 
 ENDINGS = folders.EXTENSIONS | {".npy"}  # of images
@@ -123,7 +123,8 @@ class Tree:
         """
         given = slashes(given)
         beside = self.path(near).parent / given
-        if ending_of(given) in ENDINGS and beside.is_file():
+        if ending_of(given) in ENDINGS and os.path.isfile(beside):
+            self.refuse_outside(beside, near)
             return beside
         last = given.rpartition("/")[2]
         # the second is for x.tif as x.png, after somebody has saved the images anew
@@ -159,6 +160,15 @@ class Tree:
         """Return whether an image is there, in any folder, that may be the one named `given`."""
         last = slashes(given).rpartition("/")[2]
         return last in self.images_by_name
+
+    def refuse_outside(self, path: Path, near: str) -> None:
+        """Raise a UserError of a path that `near` names beyond the source, of whatever is there."""
+        ends = os.path.abspath(path), os.path.abspath(self.root)
+        if os.path.commonpath(ends) != ends[1]:
+            raise UserError(
+                f"{self.path(near)}: names {path}, outside of {self.root}; copy or link the images "
+                "into it, or name the folder around both"
+            )
 
     def may_be(self, name: str, given: str, near: str, part: str) -> bool:
         """Return whether an image of the right name lies where `given` and `part` say."""
@@ -228,12 +238,9 @@ class Tree:
         contents: dict[str, Json] = {}
         for name in self.with_ending(".json"):
             try:
-                content = json.loads(files.read_file(self.path(name)))
-            except (ValueError, RecursionError) as error:
-                content = UserError(
-                    f"{self.path(name)}: no JSON ({reason_of(error)}); repair or remove it",
-                    "tree.jsons",
-                )
+                content = files.parse(self.path(name), json.loads, "JSON")
+            except UserError as error:
+                content = error
             if isinstance(content, dict):
                 content.pop("imageData", None)  # LabelMe's copy of the image
             contents[name] = content
@@ -269,7 +276,7 @@ class Tree:
 
     def rough_rows(self, name: str) -> Iterator[dict[str, str]]:
         """Yield the rows of a CSV file that may not be one of labels: of any encoding."""
-        text = files.read_file(self.path(name)).decode("utf-8-sig", "replace")
+        text = files.read_text(self.path(name), "replace")
         return split_rows(text)
 
     def rows(self, name: str) -> Iterator[dict[str, str]]:

@@ -647,11 +647,13 @@ def _read_heif_too(
     FORMATS.append("HEIF")
 
 
-def open_header(path: Path | str) -> ImageFile.ImageFile:
-    """Open an image file, of which only the header is read; close it afterwards."""
-    with open(path, "rb") as file:
+@contextlib.contextmanager
+def open_header(path: Path | str) -> Iterator[ImageFile.ImageFile]:
+    """Give the block an image file, of which only the header is read."""
+    with files.open_file(path) as file:
         _read_heif_too(str(path), file.read(64))
-    return Image.open(path, formats=FORMATS)
+        file.seek(0)
+        yield Image.open(file, formats=FORMATS)
 
 
 def _open_bytes(data: bytes) -> ImageFile.ImageFile:

@@ -7,16 +7,18 @@ import json
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.io
 from generated import Project
 from PIL import Image
 
+from ddpkit.convert import arrays, formats, result, shapes
 from ddpkit.convert import command as convert
-from ddpkit.convert import formats, result, shapes
 from ddpkit.convert.tree import ENDINGS
 from ddpkit.errors import UserError
 from ddpkit.vision import folders
@@ -1045,6 +1047,78 @@ def test_a_colour_that_labelmap_has_not(
     write(source / "classes.txt", "void = 224 224 192\n")
     converted(source, capsys)
     assert (masks_in(tmp_path / "out")["train/a"][0] == VOID).all()
+
+
+def test_what_a_stranger_may_have_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """In one line, and soon: pipes, depth, references, names beyond the source, sizes."""
+    source = tmp_path / "set"
+    outside = save(tmp_path / "secret/x.png")
+    save(source / "a.png")
+    save(source / "b.png")
+    rows = "".join(
+        f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]\n" for n in range(1, 11)
+    )
+    laughs = f"l0: &l0 x\n{rows}names: *l10\ntrain: .\n"
+
+    def coco(name: str, x: float = 1) -> str:
+        outline = [x, 1, 9, 1, 9, 9]
+        return json.dumps(
+            {
+                "images": [{"id": 1, "file_name": name, "width": 40, "height": 40}],
+                "annotations": [
+                    {
+                        "id": 1,
+                        "image_id": 1,
+                        "category_id": 1,
+                        "segmentation": [outline],
+                    }
+                ],
+                "categories": [{"id": 1, "name": "cat"}],
+            }
+        )
+
+    for name, content, words in (
+        ("data.yaml", laughs, "larger than any"),
+        ("data.yaml", "names: " + "[" * 5000, "too many brackets"),
+        ("data.json", "[" * 100_000, "no JSON"),
+        ("data.json", coco("../secret/x.png"), "outside of"),
+        ("data.json", coco(str(outside)), "outside of"),
+        ("data.json", coco("a" * 5000 + ".png"), ""),
+        ("data.csv", f"file,label\n{outside},a\na.png,b\n", "outside of"),
+    ):
+        path = source / name
+        path.write_text(content)
+        start = time.monotonic()
+        try:
+            convert.main([str(source), str(tmp_path / "out")])
+        except UserError as error:
+            assert words in error.line
+            assert "\n" not in error.line
+        else:
+            assert not words, (name, content[:99])
+        assert time.monotonic() - start < 10
+        path.unlink()
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    for name in "data.json", "data.xml", "data.csv", "data.yaml":
+        os.mkfifo(source / name)
+        with pytest.raises(UserError):
+            convert.main([str(source), str(tmp_path / "out")])
+        (source / name).unlink()
+    (source / "b.png").unlink()
+    os.mkfifo(source / "b.png")
+    write(source / "data.json", coco("b.png"))
+    with pytest.raises(UserError):
+        convert.main([str(source), str(tmp_path / "out")])
+    (source / "data.json").unlink()
+    scipy.io.savemat(
+        source / "a.mat",
+        {"mask": np.zeros((15_000, 15_000), np.uint8)},
+        do_compression=True,
+    )
+    with pytest.raises(UserError, match="max_megapixels"):
+        arrays.load_values(source / "a.mat")
 
 
 def test_yolo_without_yaml(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpkit.errors import UserError, escape, print_line, reason_of
+from ddpkit import files
+from ddpkit.errors import UserError, escape, print_line
 from ddpkit.run.flags import OF_A_START, Parser
 from ddpkit.vision import rows
 from ddpkit.vision.rows import Row
@@ -22,15 +23,6 @@ from ddpkit.vision.rows import Row
 # flags that do not matter, and what data and network say
 LEFT_OUT = (*OF_A_START, "output_dir", "several_labels", "crop")
 NONE = "-"
-# what reading a run's files may raise
-DAMAGED = (
-    OSError,
-    ValueError,
-    RecursionError,
-    AttributeError,
-    KeyError,
-    TypeError,
-)
 
 
 @dataclass
@@ -87,9 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for each in [folder] if is_run(folder) else runs_in(folder):
             try:
                 runs.append(read_run(each))
-            except DAMAGED as error:
-                reason = f"cannot be read: {reason_of(error)}"
-                print_line(f"{escape(each)}: left out ({reason})", sys.stdout)
+            except UserError as error:
+                print_line(f"{escape(each)}: left out ({error.line})", sys.stdout)
     if not runs:
         raise UserError(f"no run in {given[0]}: name the --output-dir of some")
     runs.sort(key=lambda run: run.order)
@@ -118,10 +109,15 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def read_run(folder: Path) -> Compared:
-    """Return a run, which may be at work; raise one of DAMAGED if its files are damaged."""
-    facts = json.loads((folder / "args.json").read_bytes())
-    metric, direction = facts.get("best") or ("", "")  # until it is worked out
-    flags = dict(facts["flags"])
+    """Return a run, which may be at work; raise a UserError if its files are damaged."""
+
+    def take_facts(content: bytes) -> tuple[dict[str, object], str, str]:
+        facts = json.loads(content)
+        metric, direction = facts.get("best") or ("", "")  # until it is worked out
+        return dict(facts["flags"]), str(metric), str(direction)
+
+    found = files.parse(folder / "args.json", take_facts, "run", most=files.OF_NOTES)
+    flags, metric, direction = found
     return Compared(folder, flags, rows.recorded_rows(folder), metric, direction)
 
 

@@ -35,7 +35,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group.add_argument("--eval-only", nargs="?", const="val", choices=("val", "test"), help="evaluate best.pt, or --resume PATH, and print a table; test: on DIR/test or DIR/test.csv")
     group.add_argument("--json", action="store_true", help="with --eval-only: print one line of JSON in place of the table")
     group.add_argument("--arch", default="resnet18", metavar="NAME", help="any classifier of torchvision, or timm/NAME of timm")
-    group.add_argument("--weights", default="auto", metavar="auto|none|NAME|FILE", help="start from published weights (by their name) or a .pt file; auto: the best, if they can be downloaded")
+    group.add_argument("--weights", default="auto", metavar="auto|none|NAME|FILE", help="start from published weights (by their name) or a file; auto: the best, if they can be downloaded")
     group.add_argument("--image-size", type=positive, default=224, metavar="PIXELS", help="side of the training images")
     group.add_argument("--epochs", type=positive, default=30, help="passes over the training set")
     group.add_argument("--batch-size", type=positive, default=32, help="images per rank and forward pass")

@@ -36,7 +36,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group.add_argument("--json", action="store_true", help="with --eval-only: print one line of JSON in place of the table")
     group.add_argument("--arch", default="unet", metavar="NAME", help="decoder of segmentation-models-pytorch, or torchvision's, such as deeplabv3_resnet50")
     group.add_argument("--encoder", default="resnet34", metavar="NAME", help="backbone that feeds the decoder")
-    group.add_argument("--weights", default="auto", metavar="auto|none|NAME|FILE", help="start from published weights (imagenet, DEFAULT) or a .pt file; auto: if they can be downloaded")
+    group.add_argument("--weights", default="auto", metavar="auto|none|NAME|FILE", help="start from published weights (imagenet, DEFAULT) or a file; auto: if they can be downloaded")
     group.add_argument("--image-size", type=positive, default=512, metavar="PIXELS", help="side of the training images")
     group.add_argument("--epochs", type=positive, default=30, help="passes over the training set")
     group.add_argument("--batch-size", type=positive, default=32, help="images per rank and forward pass")
