@@ -10,13 +10,12 @@ import numpy as np
 from ddpkit.data.format import VOID
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import places
+from ddpkit.vision.masks import VOID_NAMES
 from ddpkit.vision.names import seen
 
 PARTS = tuple(places.PARTS)  # train, val, test
 part_of = places.part_of
 BACKGROUND = "background"
-# Classes of these names are no classes: their pixels are void. In small letters.
-VOID_NAMES = {"void", "ignore", "ignored", "unlabeled", "unlabelled"}
 Size = tuple[int, int]  # height and width
 Color = tuple[int, int, int]
 

@@ -166,7 +166,7 @@ def write_masks(
         draw = sample.draw
         try:
             size = size_of(sample.image)
-        except (OSError, ValueError, UnidentifiedImageError) as error:
+        except (OSError, ValueError) as error:
             reason = f"images that cannot be opened ({type(error).__name__})"
             labelled.skipped.leave_out(reason, sample.image)
             return sample.part, []

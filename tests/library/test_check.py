@@ -221,6 +221,30 @@ def test_lists_that_contradict(tmp_path: Path) -> None:
     assert not survey.warnings
 
 
+def test_masks_that_say_nothing(tmp_path: Path) -> None:
+    """Parts that are void everywhere, which training needs or not; numbers of objects."""
+    painter = Painter(tmp_path)
+    for part in "train", "val", "test":
+        for number in range(1, 5):
+            painter.image(f"{part}/images/{number}.png")
+            values = np.arange(600, dtype=np.uint8).reshape(20, 30) % (number + 1)
+            is_train = part == "train"
+            mask = values if is_train else np.full_like(values, 255)
+            painter.save(f"{part}/masks/{number}.png", mask)
+    survey = Survey(tmp_path, True)
+    survey.read_all(DEFAULT_FORMAT, 0)
+    assert survey.errors == [f"{tmp_path}: the masks of val are void everywhere"]
+    objects, void = survey.warnings
+    assert "as if they numbered objects" in objects
+    assert void == f"{tmp_path}: the masks of test are void everywhere"
+    values[0] = 4
+    values[1:] = 2
+    painter.save("train/masks/4.png", values)
+    survey = Survey(tmp_path, True)
+    survey.read_all(DEFAULT_FORMAT, 0)
+    assert survey.warnings == [void]
+
+
 @both_tasks
 def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) -> None:
     """--skip-broken writes lists without them: the same set for training, in the same order."""

@@ -623,7 +623,11 @@ def test_what_is_broken(kind: str, words: list[str], tmp_path: Path) -> None:
         ),
         ("train.csv", "id,rle\na,1 2 3", "row 2: its runs (RLE) are no pairs"),
         ("annotations.xml", "<annotations><image>", "annotations.xml: no XML"),
-        ("labelmap.txt", "cat 1 2 3", "line 1: expected NAME:R,G,B::"),
+        (
+            "labelmap.txt",
+            "a:0,0,0::\ncat:1,2::",
+            "labelmap.txt: cat:1,2::: write all lines in one way",
+        ),
     ],
 )
 def test_a_broken_line(name: str, lines: str, words: str, tmp_path: Path) -> None:
@@ -1315,3 +1319,152 @@ def test_training_says_what_to_type(name: str, tmp_path: Path) -> None:
             tmp_path / "a set-converted", True, ["train", "val"], folders.raise_it
         )
         assert found["train"]
+
+
+# What a file means is decided by what it holds: what another export says, or nothing tells.
+
+
+@pytest.mark.parametrize("kind", ["roboflow", "cvat", "voc", "arrays"])
+def test_two_exports_below_one_folder(kind: str, tmp_path: Path) -> None:
+    """Each has its own classes: the cats of one are not the dogs of the other."""
+    source = tmp_path / "set"
+    for number, (folder, name) in enumerate([("a", "cat"), ("b", "dog")]):
+        root = source / folder
+        mask = inside(LARGE).astype(np.uint8)
+        image = root / f"JPEGImages/{number}.jpg"
+        if kind == "roboflow":
+            image = root / f"{number}.jpg"
+            save(root / f"{number}_mask.png", mask)
+            rows = f"Pixel Value, Class\n0, background\n1, {name}\n"
+            write(root / "_classes.csv", rows)
+        elif kind == "cvat":
+            save(root / f"SegmentationClass/{number}.png", COLORS[mask])
+            lines = f"background:0,0,0::\n{name}:250,50,83::\n"
+            write(root / "labelmap.txt", lines)
+        elif kind == "voc":
+            palette_mask(root / f"SegmentationClass/{number}.png", mask)
+            write(root / "class_names.txt", f"_background_\n{name}\n")
+        else:
+            (root / "SegmentationClassNpy").mkdir(parents=True)
+            np.save(root / f"SegmentationClassNpy/{number}.npy", mask.astype(np.int32))
+            write(root / "classes.txt", f"background = 0\n{name} = 1\n")
+        save(image)
+    out = tmp_path / "out"
+    convert.main([str(source), str(out)])
+    assert list(read_classes(out / "classes.txt")) == ["background", "cat", "dog"]
+    found = masks_in(out)
+    for key, mask in found.items():
+        assert (mask == inside(LARGE) * (1 + int(key[-1]))).all()
+    assert len(found) == 2
+
+
+def runs_of(mask: np.ndarray, order: str) -> list[list[int]]:
+    """START LENGTH of each run, the first pixel being 1."""
+    counts = lengths(mask, order)
+    ends = np.cumsum(counts)
+    pairs = zip(ends[0::2] + 1, counts[1::2], strict=False)
+    return [[int(start), int(length)] for start, length in pairs]
+
+
+def test_which_way_runs_go(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Objects tell it, but in square images; starts that fall are no absolute ones."""
+    source = tmp_path / "set"
+    save(source / "images/a.png")
+    for order in "FC":
+        words = " ".join(f"{s} {n}" for s, n in runs_of(inside(LARGE), order))
+        write(source / "t.csv", f"id,annotation\na,{words}\n")
+        said = converted(source, capsys)
+        assert ("along the rows" in said) == (order == "C")
+        assert (masks_in(tmp_path / "out")["train/a"] == inside(LARGE)).all()
+    square = np.zeros((12, 12), bool)
+    square[1:7, 2:5] = True
+    save(source / "images/a.png", np.zeros((12, 12, 3), np.uint8))
+    words = " ".join(f"{s} {n}" for s, n in runs_of(square, "C"))
+    write(source / "t.csv", f"id,annotation\na,{words}\n")
+    line = refusal(source)
+    assert "not clear" in line
+    for order, mask in ("columns", square.T), ("rows", square):
+        assert f"--format rle-csv-{order}" in line
+        converted(source, capsys, "--format", f"rle-csv-{order}")
+        assert (masks_in(tmp_path / "out")["train/a"] == mask).all()
+    relative = "14 6 6 6 6 6"  # from the end of the last run, as SIIM-ACR's
+    for words in relative, "10 5 12 5":
+        write(source / "t.csv", f"id,rle\na,{words}\n")
+        assert "row 2: the starts of its runs (RLE) do not rise" in refusal(source)
+
+
+def test_crowds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Brushes as CVAT and datumaro write them; void that is meant is counted."""
+    source = tmp_path / "set"
+    save(source / "1.jpg")
+    names = [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}]
+    brush = {"size": [HEIGHT, WIDTH], "counts": lengths(inside(LARGE), "F")}
+    first = {"id": 1, "image_id": 1, "category_id": 1, "iscrowd": 1}
+    first["segmentation"] = brush
+    second = {"id": 2, "image_id": 1, "category_id": 2, "segmentation": [SMALL]}
+    content = {"images": [{"id": 1, "file_name": "1.jpg"}], "categories": names}
+    for annotations in [first, second], [first]:
+        write(source / "x.json", content | {"annotations": annotations})
+        line = refusal(source)
+        assert "all objects of cat are crowds (iscrowd 1)" in line
+        assert "--format coco-objects" in line
+    write(source / "x.json", content | {"annotations": [first, second]})
+    for format, number in ("coco-objects", 1), ("coco-void", VOID):
+        converted(source, capsys, "--format", format)
+        assert (masks_in(tmp_path / "out")["train/1"] == two_boxes(number)).all()
+    third = {**second, "category_id": 1}
+    write(source / "x.json", content | {"annotations": [first, second, third]})
+    assert "1 objects are crowds (iscrowd 1), so void" in converted(source, capsys)
+
+
+def test_turned_boxes_and_key_points(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    save(source / "a.png")
+    corners = [LARGE[n : n + 2] for n in range(0, 8, 2)]
+    shape = {"label": "cat", "shape_type": "oriented_rectangle", "points": corners}
+    write(source / "a.json", {"imagePath": "a.png", "shapes": [shape]})
+    convert.main([str(source), str(tmp_path / "out")])
+    assert (masks_in(tmp_path / "out")["train/a"] == inside(LARGE)).all()
+    pose = tmp_path / "pose"
+    yolo(pose)
+    with open(pose / "data.yaml", "a") as file:
+        file.write("kpt_shape: [4, 2]\n")
+    assert "key points (kpt_shape), which have no inside" in refusal(pose)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "panoptic_val.json",
+            {
+                "images": [],
+                "categories": [],
+                "annotations": [{"image_id": 1, "segments_info": []}],
+            },
+            "COCO panoptic; take instances_",
+        ),
+        ("via.json", {"_via_settings": {}}, "VIA; export it as COCO"),
+        ("a.jpg.json", {"objects": [{"classTitle": "c"}]}, "Supervisely; export"),
+        ("sa_1.json", {"annotations": [{"predicted_iou": 1}]}, "SA-1B"),
+        ("a.json", {"schema_ref": "x", "item": {}}, "V7 Darwin; export it as COCO"),
+        ("x.ndjson", {"data_row": {}}, "Labelbox; convert it to COCO"),
+        ("a.xml", "<annotation><object><bndbox>", "boxes, which have no outline"),
+        ("t.parquet", "PAR1", "Parquet; datasets.load_dataset reads it"),
+        ("t.npz", "PK", "numpy.load reads it"),
+        ("t.tar", "", "tar xf"),
+        ("t.zip", "PK", "unzip it"),
+        ("cifar-10-batches-py/data_batch_1", "", "torchvision.datasets.CIFAR10"),
+        ("train-images-idx3-ubyte.gz", "", "torchvision.datasets.MNIST"),
+    ],
+)
+def test_what_is_not_taken(
+    name: str, content: object, words: str, tmp_path: Path
+) -> None:
+    """One line says what it is, and what to export or type."""
+    source = tmp_path / "set"
+    save(source / "a.jpg")
+    write(source / name, content)
+    line = refusal(source)
+    assert name in line
+    assert words in line

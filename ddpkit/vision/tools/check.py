@@ -132,6 +132,8 @@ class Survey:
         self.meant: Meant = {}
         self.mixed: list[str] = []  # masks that mean something else
         self.turned: list[str] = []
+        # of masks with values 1 to N their N; 0 of others
+        self.largest: set[int] = set()
         # part, path and labels by digest
         self.first: dict[str, tuple[str, str, dict[int, int]]] = {}
 
@@ -202,6 +204,9 @@ class Survey:
             self.moments += facts.moments
         if facts.is_turned:
             self.turned.append(path)
+        values = facts.counts.keys() - {0, VOID}
+        if values:
+            self.largest.add(max(values) if len(values) == max(values) else 0)
         try:
             add_meanings(self.meant, facts.meant)
         except UserError as error:
@@ -228,8 +233,17 @@ class Survey:
         if fault:
             self.errors.append(f"{self.root}: {fault}")
             return
+        if 0 not in self.largest and len(self.largest) > 2:
+            self.warnings.append(
+                f"{self.root}: each mask has all values from 1 to its largest, as if they numbered "
+                "objects; segmentation needs numbers of classes"
+            )
         known = {*range(len(self.classes)), VOID}
         for part, images in self.images.items():
+            if images.keys() == {VOID}:
+                # training does without a test set
+                noted = self.warnings if part == "test" else self.errors
+                noted.append(f"{self.root}: the masks of {part} are void everywhere")
             unknown = [str(value) for value in sorted(images.keys() - known)]
             if unknown:
                 of = "validation" if part == "val" else part
