@@ -65,7 +65,7 @@ ASKED = "where/{}"
 ANSWER = "where/{}/{}"  # the n-th answer of a rank (that rank; who asks)
 # "<node> <process_space()> <process id>" (that rank; who has to name it)
 PROCESS = "process/{}"
-# a debugger is attached (that rank; those that VS Code attaches to next)
+# where the debugger of a rank takes more (that rank; others of its node)
 DEBUGGED = "debugged/{}"
 ARRIVED = "arrived/{}"  # how many ranks are at a point with a name (each; the last)
 ALL_ARRIVED = "arrived/{}/all"  # all are (the last; all)

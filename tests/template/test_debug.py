@@ -365,18 +365,20 @@ def test_a_run_joins_the_debugger_of_its_terminal(
     """--debug in a terminal of VS Code, whose extension attaches to what a file of it names."""
     endpoint = tmp_path / "endpoints" / "endpoint.txt"
     endpoint.parent.mkdir()
+    endpoint.write_text("left by a run that was killed")
     flags = own.flags(few, tmp_path, "--image-size", 32, "--dist-timeout", 1)
-    flags += ["--debug", f"all:{free_port(2)}"]
+    flags += ["--debug", f"all:{free_port()}", "--workers", 1]
     env = {"VSCODE_DEBUGPY_ADAPTER_ENDPOINTS": str(endpoint)}
     with Debugger(own.folder) as debugger:
         debugger.set("main.py", LOOP)
         run = own.launch(flags, **env)
-        for _ in range(2):
-            wait_for(endpoint.exists)
-            time.sleep(1)  # longer than --dist-timeout
-            connect = json.loads(endpoint.read_text())["client"]
-            debugger.attach({"connect": connect, "justMyCode": True})
-            wait_for(lambda: not endpoint.exists())
+        wait_for(lambda: not endpoint.exists(), 60)
+        wait_for(endpoint.exists)
+        connect = json.loads(endpoint.read_text())["client"]
+        time.sleep(1)  # longer than --dist-timeout
+        # One session, which tells of the other ranks as of its children.
+        debugger.attach({"connect": connect, "justMyCode": True})
+        wait_for(lambda: not endpoint.exists(), 60)
         for number, rank in enumerate(debugger.stopped()):
             assert rank.stop["description"] == f"rank {number}: breakpoint"
             assert rank.threads() == [f"rank {number}", "watch"]
@@ -428,7 +430,7 @@ def test_attach_to_ranks_of_two_nodes(
                 lambda: time.monotonic() > since + 2, "more than --dist-timeout"
             )
             debugger.attach(
-                configuration(project.folder, "Attach to a rank", host=host, port=port)
+                configuration(project.folder, "Attach to all ranks", host=host, port=port)
             )
         for number, rank in enumerate(debugger.stopped()):
             assert rank.threads()[0] == f"rank {number}"
@@ -449,13 +451,13 @@ def listening(port: int) -> list[str]:
 def test_debug_rank_that_cannot_be(project: Project, few: Path, tmp_path: Path) -> None:
     flags = project.flags(few, tmp_path)
     done = project.run(flags, "--debug-rank", 1, on=1)
-    done.refused("distributed.wait_for_debugger", "--debug-rank 1", "0 to 0")
+    done.refused("attaching.wait_for_debugger", "--debug 1", "0 to 0")
     done = project.run(flags, "--debug-rank", "one", on=1)
     done.refused("flags.error", "--debug-rank", "one")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = project.run(flags, "--debug-rank", f"0:{port}", on=1)
-        done.refused("distributed.wait_for_debugger", f"127.0.0.1:{port}", "R:PORT")
+        done.refused("attaching.wait_for_debugger", f"127.0.0.1:{port}", "R:PORT")
 
 
 def test_without_a_debugger_nothing_of_it_is_there(
