@@ -17,7 +17,7 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import process, protocol, watch
 from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL
 
-# Threads that would push the rank or worker that is held out of the view
+# threads of torch and others; pydevd shows none of its own
 OF_LIBRARIES = "QueueFeederThread", "(_pin_memory_loop)", "tqdm_monitor"
 
 
@@ -87,14 +87,13 @@ def adapt() -> None:
         def describe_with_name(
             body: object, reason: str, description: str | None = None, **rest: object
         ) -> None:
-            for thread in threading.enumerate():
-                if thread.name.endswith(OF_LIBRARIES):
-                    setattr(thread, "is_pydev_daemon_thread", True)  # noqa: B010
+            hide_threads()
             name = threading.main_thread().name  # in a worker another one
             describe(body, reason, f"{name}: {description or reason}", **rest)
 
         def follow_person() -> None:
             nonlocal asked_at
+            hide_threads()
             # unless justMyCode is false, or launch.json has rules of its own
             has_rules = debugger.get_require_module_for_filters()
             if debugger.get_use_libraries_filter() and not has_rules:
@@ -107,6 +106,13 @@ def adapt() -> None:
         follow_person()
         schema.StoppedEventBody.__init__ = describe_with_name
         watch.thread.add_duty(follow_person)
+
+
+def hide_threads() -> None:
+    """Leave out of the view what would push the rank or the worker that is held out of it."""
+    for thread in threading.enumerate():
+        if thread.name.endswith(OF_LIBRARIES):
+            setattr(thread, "is_pydev_daemon_thread", True)  # noqa: B010
 
 
 def _time_of(path: Path) -> float:

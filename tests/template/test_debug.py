@@ -129,6 +129,15 @@ def test_a_debugging_session(
             assert rank.evaluate("rank") == str(number)
             same = "len(images) == len(outputs) == len(targets)"
             assert rank.evaluate(same) == "True"
+            rows = rank.evaluate('ddpkit.on_all_ranks("images")').splitlines()
+            for other, row in enumerate(rows):
+                assert row.startswith(f"rank {other}: at main.py:{rank.frame['line']}")
+                assert "(4, 3, 32, 32) float32 cpu, mean " in row
+            assert "differs" not in rows[0]
+            assert rows[1].endswith("; differs from rank 0 in images[0]")
+            rows = rank.evaluate('ddpkit.on_all_ranks("ddp_model")').splitlines()
+            assert "differs" not in "".join(rows)  # after the average of the gradients
+            assert len(rows) == 2
         for rank in debugger.go("stepIn"):  # F11, over what is the library's
             assert rank.frame["line"] == line_of(main, "scaler.scale(loss).backward()")
             assert rank.evaluate("loss.ndim") == "0"
@@ -139,6 +148,9 @@ def test_a_debugging_session(
         (only,) = debugger.go(count=1)
         since = time.monotonic()
         assert only.evaluate("rank") == "1"
+        rows = only.evaluate('ddpkit.on_all_ranks("rank")').splitlines()
+        assert re.fullmatch(r"rank 0: at main.py:\d+: in collective .*", rows[0])
+        assert re.fullmatch(r"rank 1: at main.py:\d+: .*: 1", rows[1])
         ask = task(own.folder, "Where is it?", output="runs/debug")
         subprocess.run([ask["command"], *ask["args"]], cwd=own.folder, check=True)
         place = rf"^rank 1, .*at main.py:{only.frame['line']}"
@@ -430,7 +442,9 @@ def test_attach_to_ranks_of_two_nodes(
                 lambda: time.monotonic() > since + 2, "more than --dist-timeout"
             )
             debugger.attach(
-                configuration(project.folder, "Attach to all ranks", host=host, port=port)
+                configuration(
+                    project.folder, "Attach to all ranks", host=host, port=port
+                )
             )
         for number, rank in enumerate(debugger.stopped()):
             assert rank.threads()[0] == f"rank {number}"
