@@ -52,8 +52,8 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
     key = protocol.DEBUGGED.format(first)
     endpoint = Path(os.environ.get("VSCODE_DEBUGPY_ADAPTER_ENDPOINTS", ""))
     # It looks at its own machine only.
-    by_editor = bool(endpoint.name) and endpoint.parent.is_dir()
-    by_editor = by_editor and not environment.has_other_nodes()
+    is_local = not environment.has_other_nodes()
+    by_editor = bool(endpoint.name) and endpoint.parent.is_dir() and is_local
     if rank == first:
         port += rank
         try:

@@ -62,8 +62,7 @@ class Position(NamedTuple):
     stack: str
     waits_in: str = ""  # such as "collective 43, barrier"
     node: str = ""  # if there are several
-    # If it is asked for, and this rank is held: a line on it, and the checksums of its parts
-    value: tuple[str, dict[str, int]] | None = None
+    value: values.Look | None = None  # if one is asked for, and this rank is held
 
 
 class Collective(NamedTuple):
@@ -237,9 +236,10 @@ def on_all_ranks(expression: str) -> Rows:
         rows[rank] += f": {line}"
         first = first or rank
         expected = expected or sums
-        unlike = values.find_unlike(expected, sums)
-        if unlike:
-            rows[rank] += f"; differs from {first} in {unlike}"
+        for part in {**expected, **sums}:
+            if expected.get(part) != sums.get(part):
+                rows[rank] += f"; differs from {first} in {part}"
+                break
     return rows
 
 

@@ -1,5 +1,6 @@
 """F5, as VS Code does it: every launch configuration, every way to stop, attaching to a rank."""
 
+import importlib.util
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from dap import F5, Debugger, configuration, line_of, task
 from generated import NET, ROOT, Project, texts, wait_for
 from ports import free_port
 
+import ddpkit
 from ddpkit.ranks import distributed
 
 LOOP = " loss = "  # in the training loop; calls the library
@@ -338,17 +340,21 @@ def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, who: str) -
 
 
 def test_a_test_file(endless: Project) -> None:
-    """The debugger stops in the test, and in the ranks that the test starts."""
+    """It stops in the test and in the ranks that the test starts; Stop of a rank ends all tests."""
     file = endless.folder / "tests" / "test_one.py"
     text = "from test_project import launch\n"
     text += "def test_one():\n    flags = []\n    launch(2)\n"
+    text += "def test_two():\n    launch(2)\n"
     file.write_text(text)
-    at = "tests/test_one.py", "launch(2)"
+    at = "tests/test_one.py", "flags = []"
     with debugging(endless, at=at, name="This test file", file=str(file)) as debugger:
-        assert debugger.stopped(1)[0].evaluate("flags") == "[]"
+        assert debugger.stopped(1)[0].evaluate("launch.__name__") == "'launch'"
         debugger.set("main.py", SUM)
-        assert [rank.evaluate("rank") for rank in debugger.go()] == ["0", "1"]
-        debugger.stop()
+        ranks = debugger.go()
+        assert [rank.evaluate("rank") for rank in ranks] == ["0", "1"]
+        ranks[1].disconnect()
+        assert debugger.finish() != 0
+        assert "stopped in the debugger" in debugger.text
         assert not generated.left(30)
 
 
@@ -472,6 +478,24 @@ def test_debug_rank_that_cannot_be(project: Project, few: Path, tmp_path: Path) 
         port = taken.getsockname()[1]
         done = project.run(flags, "--debug-rank", f"0:{port}", on=1)
         done.refused("attaching.wait_for_debugger", f"127.0.0.1:{port}", "R:PORT")
+
+
+def test_debug_in_a_terminal_without_debugpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VS Code's Python extension begins with the first Python file, and new terminals know it."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.delenv("BUNDLED_DEBUGPY_PATH", raising=False)
+    monkeypatch.delenv("TERM_PROGRAM", raising=False)
+    with pytest.raises(
+        ddpkit.UserError, match="--debug: python -m pip install debugpy"
+    ):
+        ddpkit.Parser.ranks("all")
+    monkeypatch.setenv("TERM_PROGRAM", "vscode")
+    with pytest.raises(ddpkit.UserError, match=r"open main.py .*, then a new terminal"):
+        ddpkit.Parser.ranks("all")
+    monkeypatch.setenv("BUNDLED_DEBUGPY_PATH", "/extension/libs/debugpy")
+    monkeypatch.setattr(sys, "path", [])
+    assert ddpkit.Parser.ranks("1") == ([1], 5678)
+    assert sys.path == ["/extension/libs"]
 
 
 def test_without_a_debugger_nothing_of_it_is_there(
