@@ -174,6 +174,14 @@ def test_virtual_ranks(tmp_path: Path) -> None:
     assert len(with_flag) == 2
 
 
+def test_resume() -> None:
+    """Of two that are always there: ddpkit goes on exactly, torch's example does not."""
+    names = "plain torch", "ddpkit.Checkpoints"
+    done = run([sys.executable, FOLDER / "resume.py", *names]).ok()
+    ends = [line.split("|")[-2].strip() for line in done.out.splitlines()[-3:-1]]
+    assert ends == ["differ", "identical"]
+
+
 def test_recorder(tmp_path: Path) -> None:
     assert "| with it" in benchmark(tmp_path, "recorder", "--steps", 2).ok().out
 
