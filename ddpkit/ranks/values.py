@@ -86,7 +86,7 @@ def checksum(part: object) -> int:
     for leaf in tree_leaves(part):
         if isinstance(leaf, Tensor):
             bits = leaf.cpu().flatten().contiguous().view(torch.uint8)
-            total = zlib.crc32(bits.numpy(), total)
+            total = zlib.crc32(bits.numpy().tobytes(), total)
             leaf = leaf.shape
         total = zlib.crc32(repr(leaf).encode(), total)
     return total
