@@ -435,7 +435,10 @@ def test_attach_to_ranks_of_two_nodes(
     with Debugger(project.folder) as debugger:
         debugger.set("main.py", LOOP)
         nodes = [
-            project.launch(flags, NODE_RANK=str(number), **env) for number in range(2)
+            project.launch(
+                flags, NODE_RANK=str(number), SLURMD_NODENAME=f"n{number}", **env
+            )
+            for number in range(2)
         ]
         lines = [node.process.stderr.readline() for node in nodes]
         since = time.monotonic()
