@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ddpkit.data.sources import eval_batches
     from ddpkit.errors import NoLabelsError, UserError
     from ddpkit.ranks.distributed import rank_zero_first, rendezvous
+    from ddpkit.ranks.explaining import on_all_ranks
     from ddpkit.ranks.virtual import VirtualRanks
     from ddpkit.run.criterion import Criterion
     from ddpkit.run.flags import Parser
@@ -60,6 +61,7 @@ NAMES = {
     "data.sources": "eval_batches",
     "errors": "NoLabelsError UserError",
     "ranks.distributed": "rank_zero_first rendezvous",
+    "ranks.explaining": "on_all_ranks",
     "ranks.virtual": "VirtualRanks",
     "run.criterion": "Criterion",
     "run.flags": "Parser",
