@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ddpkit.run.folder import RunFolder
     from ddpkit.run.loop import Run
     from ddpkit.run.outputs import to_logits
-    from ddpkit.run.resuming import Checkpoints, stopping
+    from ddpkit.run.resuming import Checkpoints
     from ddpkit.run.settings import configure
     from ddpkit.run.starting import before_imports, run_main
     from ddpkit.vision.augment import (
@@ -68,7 +68,7 @@ NAMES = {
     "run.folder": "RunFolder",
     "run.loop": "Run",
     "run.outputs": "to_logits",
-    "run.resuming": "Checkpoints stopping",
+    "run.resuming": "Checkpoints",
     "run.settings": "configure",
     "run.starting": "before_imports run_main",
     "vision.augment": "RandomResizedCrop RandomScaleCrop ResizedCenterCrop parse_augment",

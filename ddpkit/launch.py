@@ -42,14 +42,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 
 from ddpkit.errors import UserError, guard_streams, no_torch, print_error, print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.ranks.environment import Nodes
 
 POLL = 0.05  # seconds between two looks at the ranks
-SUSPEND = getattr(signal, "SIGTSTP", signal.SIGINT)  # Windows has none
 HINTS = {
     "SIGKILL": ": out of memory?",
     "SIGABRT": ": if gloo has printed a line, ranks are in different collectives or shapes",
@@ -65,10 +63,8 @@ class Ranks:
         self.first = 0  # the signal that came first
         self.first_at = 0.0
         self.sent: set[int] = set()
-        # with its number a file that a rank removes if it says why it ends
-        self.silent = ""
         self.kill_at = math.inf
-        for signum in protocol.STOP_SIGNALS | {SUSPEND}:
+        for signum in protocol.STOP_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, self.on_signal)
 
@@ -87,11 +83,9 @@ class Ranks:
             env[protocol.STORE] = store
         self.running = []
         self.kill_at = math.inf
-        self.silent = f"{store}-silent-"
         for local_rank in range(nodes.ranks):
             env["LOCAL_RANK"] = str(local_rank)
             env["RANK"] = str(nodes.number * nodes.ranks + local_rank)
-            env[protocol.SILENT] = f"{self.silent}{local_rank}"
             command = [sys.executable, "-u", *words]
             # a session of its own, so that Ctrl-C comes from here alone
             own = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # on Windows
@@ -104,8 +98,6 @@ class Ranks:
             self.send(self.first)
 
     def on_signal(self, signum: int, _: object) -> None:
-        if signum == SUSPEND != signal.SIGINT:
-            return self.suspend()
         now = time.monotonic()
         # a terminal and a scheduler may both send the same one
         is_new = now > self.first_at + protocol.DUPLICATE_SECONDS
@@ -118,35 +110,21 @@ class Ranks:
             self.kill_at = min(self.kill_at, now + protocol.END_SECONDS)
         self.send(signum)
 
-    def suspend(self) -> None:
-        """On Ctrl-Z stop the ranks with this process, until it continues."""
-        began = time.monotonic()
-        self.pass_on(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self.pass_on(signal.SIGCONT)
-        self.kill_at += time.monotonic() - began
-
     def send(self, signum: int) -> None:
         """Send a signal that ends the ranks, and wake those that SIGSTOP holds."""
         self.sent.add(signum)
-        if sys.platform == "win32":
-            return self.request(signum)
+        if sys.platform == "win32":  # where these are all that there is
+            for rank in self.running:
+                with contextlib.suppress(OSError):  # it has ended
+                    if signum == protocol.KILL:
+                        rank.kill()
+                    else:
+                        rank.send_signal(signal.CTRL_BREAK_EVENT)
+            return
         # A request to stop is for the rank: it needs the processes that it has started
         # until then.
         self.pass_on(signum, to_group=not self.first or signum == protocol.KILL)
         self.pass_on(signal.SIGCONT)
-
-    def request(self, signum: int) -> None:
-        """Have the ranks get a signal on Windows, where none can be sent to a process alone."""
-        for local_rank, rank in enumerate(self.running):
-            silent = f"{self.silent}{local_rank}"
-            with contextlib.suppress(OSError):  # it has ended
-                if signum == protocol.KILL:
-                    rank.kill()
-                elif os.path.exists(silent):  # ddpkit is there
-                    Path(silent + protocol.REQUEST).write_text(str(signum), "utf-8")
-                elif sys.platform == "win32":
-                    rank.send_signal(signal.CTRL_BREAK_EVENT)  # its workers get it, too
 
     def pass_on(self, signum: int, to_group: bool = True) -> None:
         kill = os.killpg if to_group else os.kill
@@ -201,7 +179,8 @@ class Ranks:
             name = signal.Signals(-status).name
             print_error(f"{rank} was ended by {name}{HINTS.get(name, '')}")
             return 128 - status
-        if status and os.path.exists(f"{self.silent}{local_rank}"):
+        # With 1 Python ends after a traceback, and ddpkit after a line.
+        if status not in {1, *protocol.FINAL}:
             print_error(f"{rank} exited with status {status}")
         return status
 

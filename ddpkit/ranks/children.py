@@ -41,9 +41,9 @@ def _in_child() -> None:
     SIGTERM ends the child, as who sends it expects. The other signals often reach all processes at
     once and ask for a stop of the run, which may need this child until the end of the step.
     """
-    # What it ends with, and says to the launcher, is said by the parent alone.
     process.End.is_leaving = False
-    process.End.error = process.End.silent = None
+    process.End.error = None
+    process.End.sockets = ""
     for signum in STOP_SIGNALS:
         handler = signal.getsignal(signum)
         if getattr(handler, "__module__", "").startswith("ddpkit."):

@@ -1,7 +1,6 @@
 """What launchers say through environment variables: torchrun's names, and SLURM's put into them."""
 
 import contextlib
-import importlib.util
 import itertools
 import os
 import platform
@@ -10,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,20 +173,17 @@ def check_alone(names: str) -> None:
 
 def read_group() -> tuple[str, int, int, int]:
     """Return MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; raise a UserError if one is missing."""
-    env = os.environ
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        value = env.get(name, "")
-        if value.isdecimal() or (value and name == "MASTER_ADDR"):
-            continue
-        what = (
-            f"{name}={value} is not a number"
-            if value
-            else f"RANK is set, {name} is not"
+    names = "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"
+    known = {name: os.environ.get(name, "") for name in names}
+    host, *numbers = known.values()
+    if not (host and all(map(str.isdecimal, numbers))):
+        said = " ".join(f"{name}={known[name]}" for name in names)
+        raise UserError(
+            f"{said} are not an address and three numbers: start with ./launch.sh or torchrun, or "
+            "unset RANK"
         )
-        raise UserError(f"{what}: start with ./launch.sh or torchrun, or unset RANK")
-    rank = int(env["RANK"])
-    size = int(env["WORLD_SIZE"])
-    return env["MASTER_ADDR"], int(env["MASTER_PORT"]), rank, size
+    port, rank, size = map(int, numbers)
+    return host, port, rank, size
 
 
 def visible_gpus() -> list[str] | None:
@@ -232,49 +227,16 @@ def count_gpus() -> int:
     if (sys.platform, platform.machine()) == ("darwin", "arm64"):
         return 1  # Apple's
     count = list_gpus()
-    is_likely = any(file.exists() for file in GPU_FILES) or _is_torch_for_intel()
-    if count or not is_likely:
+    if count or not any(file.exists() for file in GPU_FILES):
         return count
     import torch
 
     return torch.accelerator.device_count()
 
 
-def _is_torch_for_intel() -> bool:
-    """Return whether torch, which is not imported, is built for Intel's GPUs."""
-    torch = importlib.util.find_spec("torch")
-    assert torch and torch.origin  # the launcher has looked
-    return any(Path(torch.origin).with_name("lib").glob("*c10_xpu*"))
-
-
 def note_mistake() -> None:
     """Tell slurm/train.sbatch that another start would end alike; srun's status may not say it."""
-    _note("mistake")
-
-
-def note_checkpoint(folder: Path) -> None:
-    """Tell this batch job's later starts that `folder` has a checkpoint."""
-    _note(_saved(folder))
-
-
-def check_new(folder: Path) -> None:
-    """Raise a UserError if an earlier start of this batch job had a checkpoint in `folder`."""
-    with contextlib.suppress(OSError, KeyError):
-        before = Path(os.environ[protocol.JOB], _saved(folder)).read_text("utf-8")
-        raise UserError(
-            f"{folder}: this job has saved there on {before}, but there is no "
-            f"checkpoint on {node()}: use a folder that all nodes share, or submit a new job to "
-            "start over"
-        )
-
-
-def _saved(folder: Path) -> str:
-    return f"saved-{zlib.crc32(os.fsencode(os.path.abspath(folder))):08x}"
-
-
-def _note(name: str) -> None:
-    """Write this node into a file of the folder that slurm/train.sbatch keeps for its job."""
     folder = os.environ.get(protocol.JOB)
     if folder:
         with contextlib.suppress(OSError):
-            Path(folder, name).write_text(node(), "utf-8")
+            Path(folder, "mistake").touch()

@@ -230,9 +230,10 @@ def on_all_ranks(expression: str) -> Rows:
             rows[rank] = distributed.states([number])[0].removeprefix(f"{rank} ")
             continue
         rows[rank] = known[number].text
-        if not known[number].value:
+        value = known[number].value
+        if not value:
             continue
-        line, sums = known[number].value
+        line, sums = value
         rows[rank] += f": {line}"
         first = first or rank
         expected = expected or sums

@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import files
-from ddpkit.errors import DiskError, UserError, print_error, print_line, shorten
+from ddpkit.errors import (
+    DiskError,
+    UserError,
+    clip,
+    print_error,
+    print_line,
+    shorten,
+)
 from ddpkit.ranks import (
     devices,
     distributed,
@@ -43,13 +50,16 @@ from ddpkit.ranks.protocol import (
 BROKEN = re.compile(
     r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I
 )
-GIB = 2**30
 # What torch says of common mistakes, and what to do
 NO_NETWORK = (
     "one has ended, or this node's name leads elsewhere: set GLOO_SOCKET_IFNAME, on each node "
     "the name of its interface to the others, such as eth0 (ip addr)"
 )
 REMEDIES = {
+    "Unable to find (address|interface) for": (
+        "gloo finds no network interface: bring up the loopback (ip link set lo up), which a "
+        "sandbox may lack, or name an interface in GLOO_SOCKET_IFNAME"
+    ),
     r"scalar type Byte|ByteTensor|got Byte|unsigned char": (
         "images are uint8, as a loader of your own gives them: read them by ddpkit.train_loader or "
         "val_loader with classes=, which normalise, or by ddpkit.eval_batches(loader, model)"
@@ -117,19 +127,13 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
         watch.thread.add_duty(_follow_end)
         yield
         process.End.status = 0
-        process.remove_files()
     except BaseException as error:
         if os.getpid() != own_pid:  # in a child that the block has forked
             raise
         if isinstance(error, KeyboardInterrupt) and process.is_script():
             process.exit_now(128 + signal.SIGINT)
         if not isinstance(error, Exception):
-            # sys.exit: Python prints a text, argparse has printed why its status is
-            # MISTAKE.
-            code = getattr(error, "code", None)
-            if isinstance(code, str) or code == MISTAKE:
-                process.note_exit()
-            raise
+            raise  # of sys.exit
         process.begin_to_leave(error)
         _end_if_known(error)
         # else collectives broke here because another rank has left
@@ -316,12 +320,6 @@ def _of_torch(error: Exception) -> UserError | str | None:
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
         return _unused(error)
-    name = re.search(r"Unable to find (?:address|interface) for: \[?([^\s\]]+)", text)
-    if name:
-        return UserError(
-            f"gloo finds no network interface {name[1]}: bring up the loopback (ip link set lo "
-            "up), which a sandbox may lack, or name an interface in GLOO_SOCKET_IFNAME"
-        )
     if "Gloo connectFullMesh failed" in text:
         return (
             f"{environment.own_rank()} cannot connect to all other ranks: {NO_NETWORK}"
@@ -352,31 +350,20 @@ def _unused(error: Exception) -> UserError:
 
 
 def _of_memory(error: Exception) -> UserError | None:
-    """Return a line if this rank lacks memory, of which kind, how much was asked, and the peak."""
+    """Return a line if this rank lacks memory."""
     text = str(error)
-    is_of_python = isinstance(error, MemoryError)
-    is_said = re.search("out of memory|alloc_cpu", text)
-    if not is_of_python and not (is_said and isinstance(error, RuntimeError)):
+    of_torch = re.search(".*(out of memory|alloc_cpu).*", text)
+    if of_torch and isinstance(error, RuntimeError):
+        text = of_torch[0]
+    elif not isinstance(error, MemoryError):
         return None
-    on_host = is_of_python or re.search("alloc_cpu|in pin memory", text)
-    asked = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)
-    known = [f"asked for {asked[1]}"] if asked else []
-    device = devices.kind()
-    most = math.nan if on_host else peak(device)
-    if most > 0:
-        module = torch.get_device_module(device)
-        total = module.get_device_properties(module.current_device()).total_memory
-        known.append(f"peak {most / GIB:.3g} of {total / GIB:.3g} GiB")
-    words = ["memory" if on_host else "GPU memory"]
-    if known:
-        words.append(f"({', '.join(known)})")
-    if _batch_size:
-        words.append(f"with batches of {_batch_size}")
-    what = " ".join(words)
-    rest = "; or fewer loader workers" if on_host else ""
+    batches = f" with batches of {_batch_size}" if _batch_size else ""
+    # How much was asked for, and how much there is
+    said = clip(text, 200) or "MemoryError"
     return UserError(
-        f"{environment.own_rank()} is out of {what}: use smaller batches (to accumulate "
-        f"gradients keeps the global batch) or images or, for segmentation, tiles{rest}"
+        f"{environment.own_rank()} is out of memory{batches} ({said}): use "
+        "smaller batches (to accumulate gradients keeps the global batch) or images or, for "
+        "segmentation, tiles; without a GPU also fewer loader workers"
     )
 
 

@@ -1,12 +1,10 @@
-"""What a rank sets up before it imports torch: it ends with its launcher, and tells it how."""
+"""What a rank sets up before it imports torch: it ends with its launcher."""
 
 import atexit
-import contextlib
 import faulthandler
 import os
 import signal
 import sys
-from pathlib import Path
 
 from ddpkit.errors import guard_streams, no_torch, print_error, print_line
 from ddpkit.ranks import children, debugger, process, protocol, watch
@@ -36,30 +34,3 @@ def install_handlers() -> None:
         print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)
     if process.is_debugged():
         debugger.follow()
-
-
-def note_start() -> None:
-    """Have launch.sh say so if this rank, without a word, exits with a status other than 0."""
-    path = os.environ.pop(protocol.SILENT, "")  # which is not for what this rank starts
-    if path:
-        process.End.silent = Path(path)
-        with contextlib.suppress(OSError):
-            process.End.silent.touch()
-        atexit.register(_note_traceback)
-        if sys.platform == "win32":
-            watch.thread.add_duty(_take_request)
-
-
-def _take_request() -> None:
-    """Raise the signal that launch.py has written, if it has."""
-    request = Path(f"{process.End.silent}{protocol.REQUEST}")
-    # ValueError: it is at it
-    with contextlib.suppress(OSError, ValueError):
-        signum = int(request.read_bytes())
-        request.unlink()
-        signal.raise_signal(signum)
-
-
-def _note_traceback() -> None:
-    if hasattr(sys, "last_value"):  # Python has printed one
-        process.note_exit()

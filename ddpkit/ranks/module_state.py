@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ddpkit.ranks import distributed
+from ddpkit.ranks import devices, distributed
 
 Space = dict[str, Any]  # attributes, or buffers, of a module by name
 
@@ -69,19 +69,29 @@ class ModuleState:
                 del space[key]
             space.update(values)
 
-    def give_all(self) -> None:
-        """Give all processes what rank 0 has; all have to call it."""
+    def give_all(self, counts: Iterable[int] = ()) -> list[int]:
+        """Give all processes what rank 0 has; return the sums of their `counts`.
+
+        All have to call it. As long as attributes do not differ it takes one collective besides
+        that of the buffers.
+        """
+        if distributed.world_size() == 1:
+            return list(counts)
         every = itertools.chain(*(each.values() for each in self.buffers))
         tensors = [each.detach() for each in every if each is not None]
         if tensors:  # as DistributedDataParallel does
             dist._broadcast_coalesced(_get_default_group(), tensors, 2**25, 0)
         mine = self._packed()
-        checksum = zlib.crc32(pickle.dumps(mine))
-        if len(set(distributed.gather_objects(checksum))) == 1:
-            return
-        theirs = distributed.from_rank_zero(lambda: mine)
-        for space, values in zip(self.own, theirs, strict=True):
-            space.update(mapped(unpack, values))
+        own = [zlib.crc32(pickle.dumps(mine)), *counts]
+        of_ranks = distributed.gather(torch.tensor(own, device=devices.of_group()))
+        checksums, *others = of_ranks.T.tolist()
+        if len(set(checksums)) > 1:
+            theirs = distributed.from_rank_zero(lambda: mine)
+            for space, before, values in zip(self.own, mine, theirs, strict=True):
+                for key in before.keys() - values.keys():
+                    del space[key]
+                space.update(mapped(unpack, values))
+        return [sum(each) for each in others]
 
     def _packed(self) -> list[Space]:
         """Return the attributes as they can be sent."""

@@ -1,9 +1,8 @@
-"""What this process and others are; how this one ends, and what it leaves for its launcher.
+"""What this process and others are; and how this one ends.
 
 This module imports neither torch nor debugpy.
 """
 
-import atexit
 import contextlib
 import ctypes
 import importlib
@@ -13,21 +12,17 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpkit.errors import UserError, drop_unprinted
-from ddpkit.ranks import protocol
 from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER, STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
 # After a fork in another thread that one is the main thread, with another ident.
 MAIN_THREAD = threading.main_thread().ident
-# By process id of a rank: the folder for its loader workers' sockets
-_sockets: dict[int, str] = {}
 
 
 class End:
@@ -36,8 +31,7 @@ class End:
     status = 1  # with which this rank ends if it has to be ended; 0 once all is done
     is_leaving = False  # the main thread ends this rank
     error: BaseException | None = None  # for which it does
-    # The file that launch.sh finds if this rank ends without a word
-    silent: Path | None = None
+    sockets = ""  # the folder of its loader workers', which are killed and leave them
 
 
 def project() -> Path:
@@ -161,8 +155,7 @@ def holding_signals(signals: Collection[int] = STOP_SIGNALS) -> Iterator[None]:
 def exit_now(status: int) -> NoReturn:
     """Exit without cleaning up, which could wait forever; with F5, end torchrun and all ranks."""
     drop_unprinted()
-    note_exit()
-    remove_files()
+    shutil.rmtree(End.sockets, ignore_errors=True)
     if threading.current_thread() is threading.main_thread():
         begin_to_leave()
     # By SIGKILL: torchrun would first wait for ranks that a debugger holds.
@@ -177,13 +170,6 @@ def exit_now(status: int) -> NoReturn:
     os._exit(status)
 
 
-def note_exit() -> None:
-    """Tell launch.sh that this rank ends for a reason that is printed, or known to it."""
-    if End.silent:
-        with contextlib.suppress(OSError):
-            End.silent.unlink()
-
-
 def begin_to_leave(error: BaseException | None = None) -> None:
     """Call it in the main thread: from here on workers may end, and torch's handler not raise."""
     End.is_leaving = True
@@ -191,28 +177,3 @@ def begin_to_leave(error: BaseException | None = None) -> None:
     # torch's handler raises an error in the main thread once a worker has ended.
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def socket_folder() -> str:
-    """Return this rank's folder for the sockets of its workers, which are killed and leave them."""
-    pid = os.getpid()
-    if pid not in _sockets:
-        launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))
-        for parent in (launchers, tempfile.gettempdir(), "/dev/shm"):
-            # A socket's path has at most 107 bytes; 31 are those of the names below.
-            if len(os.fsencode(parent)) <= 76 and os.access(parent, os.W_OK):
-                break
-        _sockets[pid] = tempfile.mkdtemp(prefix="ddp-", dir=parent)
-        atexit.register(remove_files)
-    return _sockets[pid]
-
-
-def remove_files() -> None:
-    """Remove this rank's sockets; the last rank also the folder of a launcher that was killed."""
-    shutil.rmtree(_sockets.pop(os.getpid(), ""), ignore_errors=True)
-    store = Path(os.environ.get(protocol.STORE, ""))
-    launcher = os.environ.get(LAUNCHER)
-    if launcher and store.name and not is_running(int(launcher)):
-        note_exit()
-        if not any(store.parent.glob(f"{store.name}-silent-*[0-9]")):
-            shutil.rmtree(store.parent, ignore_errors=True)

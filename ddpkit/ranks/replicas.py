@@ -207,11 +207,6 @@ def _give(buffers: list[Tensor]) -> None:
         lambda: [each.cpu().clone() for each in buffers]
     )
     for buffer, value in zip(buffers, values, strict=True):
-        for dim, stride in enumerate(buffer.stride()):
-            # After expand() all elements are the first one.
-            if not stride and value.size(dim):
-                buffer = buffer.narrow(dim, 0, 1)
-                value = value.narrow(dim, 0, 1)
         buffer.copy_(value)
 
 

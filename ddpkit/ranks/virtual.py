@@ -34,7 +34,7 @@ class VirtualRanks(nn.Module):
 
     Give it to Run.steps, or Checkpoints.steps, whose batches are those of the virtual ranks.
 
-    Raises a UserError for other numbers, SyncBatchNorm and sparse gradients.
+    Raises a UserError for other numbers, and SyncBatchNorm.
 
         model = ddpkit.VirtualRanks(network, 8)
     """

@@ -13,7 +13,7 @@ from ddpkit.ranks import distributed, replicas
 from ddpkit.ranks.module_state import ModuleState, copied
 from ddpkit.ranks.virtual import VirtualRanks, share_of
 
-MOST_AT_ONCE = 2**23  # numbers of gradients that are exchanged
+MOST_AT_ONCE = 2**25  # bytes of gradients that are exchanged
 
 
 class VirtualSteps:
@@ -78,9 +78,7 @@ class VirtualSteps:
             if weight.grad is None:
                 gradients.append(torch.zeros_like(weight))
                 continue
-            if weight.grad.is_sparse:
-                raise UserError("virtual ranks: sparse gradients cannot be added")
-            gradients.append(weight.grad.detach())
+            gradients.append(weight.grad.detach().to_dense())
             self.counts[number] += 1
             weight.grad = None
         size = 1
@@ -104,9 +102,7 @@ class VirtualSteps:
             gradients = self._with_last(gradients)
         if self.place:
             self.state.put(self.of_first)
-        self.state.give_all()
-        of_ranks = distributed.gather_objects(self.counts)
-        counts = [sum(each) for each in zip(*of_ranks, strict=True)]
+        counts = self.state.give_all(self.counts)
         for weight, before in zip(self.weights, self.before, strict=True):
             weight.grad = before
         # A weight without a gradient on any virtual rank has none.
@@ -134,7 +130,10 @@ def add_ranks(tensors: Sequence[Tensor]) -> None:
     count = distributed.world_size()
     if count == 1:
         return
-    for bucket in buckets(tensors):
+    # Each of one dtype and device
+    buckets, _ = dist._compute_bucket_assignment_by_size(list(tensors), [MOST_AT_ONCE])
+    for numbers in buckets:
+        bucket = [tensors[number] for number in numbers]
         flat = torch.cat([each.flatten() for each in bucket])
         size = -(-flat.numel() // count)
         padded = flat.new_zeros(size * count)
@@ -147,19 +146,6 @@ def add_ranks(tensors: Sequence[Tensor]) -> None:
         parts = padded[: flat.numel()].split([each.numel() for each in bucket])
         for each, part in zip(bucket, parts, strict=True):
             each.copy_(part.view_as(each))
-
-
-def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Divide them into lists of one dtype that are exchanged at once."""
-    found: list[list[Tensor]] = []
-    room = 0
-    for each in sorted(tensors, key=lambda tensor: str(tensor.dtype)):
-        room -= each.numel()
-        if room < 0 or found[-1][0].dtype != each.dtype:
-            found.append([])
-            room = MOST_AT_ONCE - each.numel()
-        found[-1].append(each)
-    return found
 
 
 def add_neighbours(rows: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from multiprocessing import queues
+from multiprocessing import queues, util
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -41,9 +41,6 @@ class Worker(FORKS.Process):
         self.note = mmap.mmap(-1, mmap.PAGESIZE)  # the fork shares it
 
     def start(self) -> None:
-        self._config["tempdir"] = (
-            process.socket_folder()
-        )  # instead of a folder of its own
         # Those that are over go: this closes their handles.
         running[:] = [each for each in running if not each.is_over()]
         super().start()
@@ -89,6 +86,8 @@ def worker_context(count: int) -> BaseContext | None:
     """
     if not count or sys.platform != "linux":
         return None
+    # The workers, which are killed, inherit it, instead of each a folder of its own.
+    process.End.sockets = util.get_temp_dir()
     context = copy.copy(FORKS)
     context.Process = Worker
     context.Queue = functools.partial(Queue, ctx=context)

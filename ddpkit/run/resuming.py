@@ -816,26 +816,3 @@ def go_on() -> None:
         agree()
     except Stopped:
         distributed.print0("all steps are done: the script goes on to its end")
-
-
-@contextlib.contextmanager
-def stopping(save: Callable[[], object] | None = None) -> Iterator[Callable[[], None]]:
-    """Within the block a signal makes all ranks leave after the same step, with status 75.
-
-    Yields a function to call on all ranks at the end of each step. save: is called then, on all
-    ranks. A rank without progress for long is shown. `Checkpoints` does this itself.
-
-        with ddpkit.stopping(save) as end_step:
-            for images, targets in loader:
-                ...
-                end_step()
-    """
-    distributed.adopt_group()
-    with on_signals(str):
-        try:
-            yield end_step
-            go_on()
-        except Stopped:
-            if save:
-                save()
-            exit_stopped("and saved" if save else "")

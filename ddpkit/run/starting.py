@@ -52,7 +52,6 @@ def before_imports(
             time.sleep(END_SECONDS)  # the launcher ends this rank
         environment.note_mistake()
         process.exit_now(MISTAKE)
-    handlers.note_start()
     if process.is_debugged():
         import_untraced()
 
@@ -114,7 +113,6 @@ def run_main(main: Callable[[], object]) -> None:
     from ddpkit.ranks import distributed, failures
 
     install_handlers()
-    handlers.note_start()
     gc.set_threshold(*THRESHOLDS)
     with failures.one_line_errors(loading.explain_loading, explain_network):
         main()

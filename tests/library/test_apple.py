@@ -66,17 +66,3 @@ def test_ranks_of_launch_sh_on_a_mac(system, visible, ranks, monkeypatch, tmp_pa
     monkeypatch.setattr(environment.platform, "machine", lambda: system[1])
     monkeypatch.setattr(environment, "GPU_FILES", [])
     assert environment.read_nodes().ranks == ranks
-
-
-def test_ranks_of_launch_sh_on_intels_gpus(monkeypatch, tmp_path):
-    """As many as torch, if it is built for them, shows: ZE_AFFINITY_MASK counts."""
-    monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path)})
-    monkeypatch.setattr(environment, "GPU_FILES", [])
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-    assert environment.read_nodes().ranks == 2
-    package = tmp_path / "torch"
-    (package / "lib").mkdir(parents=True)
-    (package / "lib/libc10_xpu.so").touch()
-    found = type("Spec", (), {"origin": str(package / "__init__.py")})
-    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda _: found)
-    assert environment.read_nodes().ranks == 3

@@ -16,7 +16,6 @@ BUFFERS = {
     "channels_last": lambda: WIDE.view(1, 2, 3, 4).to(
         memory_format=torch.channels_last
     ),
-    "expanded": lambda: torch.ones(3, 1).expand(3, 5),
     "scalar": lambda: torch.tensor(7),
     "empty": lambda: torch.zeros(0, 3),
     "flags": lambda: torch.tensor([True, False, True]),
@@ -33,9 +32,8 @@ def odd_network(rank: int) -> nn.Module:
     for name, make in BUFFERS.items():
         with torch.inference_mode(name == "halves"):
             buffer = make()
-            first = buffer[:, :1] if name == "expanded" else buffer
             if rank:
-                first.zero_()
+                buffer.zero_()
         network.register_buffer(name, buffer)
     network.register_buffer("sparse", torch.eye(3).to_sparse())
     network.register_buffer("cache", torch.ones(1 + rank), persistent=False)

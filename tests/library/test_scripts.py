@@ -495,7 +495,7 @@ NAMES = set(sys.argv[1:])
 sys.meta_path.insert(0, Without())
 import ddpkit
 import torch
-for name in "Checkpoints Run VirtualRanks run_main stopping Criterion to_logits".split():
+for name in "Checkpoints Run VirtualRanks run_main Criterion to_logits".split():
     getattr(ddpkit, name)
 data = [(torch.zeros(2), 0)] * 8
 assert len(list(ddpkit.train_loader(data, 2, workers=0))) == 4
@@ -548,34 +548,3 @@ def test_weights_of_samples() -> None:
             ddpkit.train_loader(range(800), 8, sample_weights=wrong)
     with refusal("loading.init", "shuffle", "sample_weights="):
         ddpkit.train_loader(range(800), 8, shuffle=True)
-
-
-def test_stopping_alone(tmp_path: Path) -> None:
-    """Without Checkpoints: both ranks leave after the same step, and what saves is called."""
-    output = tmp_path / "printed"
-    script = tmp_path / "script.py"
-    script.write_text(STOPPING)
-    pids = ranks.start(2, str(script), [], output, tmp_path, int)
-    assert ranks.wait(pids) == [75, 75]
-    assert "SIGTERM: stopped and saved\n" in ranks.said(output)[0]
-    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
-
-
-STOPPING = """
-import os, signal, time
-import torch.distributed as dist
-import ddpkit
-
-dist.init_process_group("gloo")
-rank, step = dist.get_rank(), 0
-
-def save():
-    open(str(rank), "w").write(str(step))
-
-with ddpkit.stopping(save) as end_step:
-    for step in range(1000):
-        if rank == 1 and step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.01 * (1 + rank))
-        end_step()
-"""

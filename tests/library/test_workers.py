@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 from generated import Done, die, left
-from ranks import fork, on_ranks, said, wait
+from ranks import fork, said, wait
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from ddpkit.data import loading
 from ddpkit.data.samples import Key, Seeded
-from ddpkit.ranks import failures, handlers, process, protocol
+from ddpkit.ranks import failures, handlers
 
 FILES = "too many files are open: raise the limit (ulimit -n)"
 PROCESSES = "no more processes or threads can be started: raise the limit (ulimit -u"
@@ -237,55 +237,6 @@ def test_an_iterator_of_a_thread_that_ends(tmp_path):
     done = load(tmp_path, in_worker=die, in_rank=in_thread)
     assert done.status == -signal.SIGKILL
     assert done.left == []
-
-
-@on_ranks(1, group=False)
-def test_where_the_sockets_of_workers_are():
-    """In the launcher's folder, which it removes, or a new one; not where the path is too long."""
-    # pytest's own may be too long
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        where_the_sockets_are(Path(folder))
-
-
-def where_the_sockets_are(tmp_path: Path) -> None:
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    launchers = tmp_path / "launcher"
-    launchers.mkdir()
-    for store, tmp, place in (
-        (launchers / "store", tmp_path, launchers),
-        (long / "store", tmp_path, tmp_path),
-        ("", tmp_path, tmp_path),
-        ("", long, Path("/dev/shm")),
-        ("", tmp_path / "missing", Path("/dev/shm")),
-    ):
-        os.environ[protocol.STORE] = str(store)
-        os.environ[protocol.LAUNCHER] = str(os.getpid())
-        tempfile.tempdir = str(tmp)
-        folder = Path(process.socket_folder())
-        assert folder.parent == place
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert process.socket_folder() == str(folder)
-        process.remove_files()
-        assert not folder.exists()
-        assert launchers.exists()
-    os.environ.update(
-        {protocol.STORE: f"{launchers}/store", protocol.LAUNCHER: str(2**22 + 1)}
-    )
-    tempfile.tempdir = str(tmp_path)
-    process.socket_folder()
-    process.remove_files()
-    assert not launchers.exists()  # the launcher was killed
-    launchers.mkdir()
-    others, process.End.silent = [launchers / f"store-silent-{n}" for n in range(2)]
-    others.touch()
-    process.End.silent.touch()
-    process.remove_files()  # also of a rank without loader workers
-    assert launchers.exists()
-    others.unlink()
-    process.remove_files()
-    assert not launchers.exists()
-    assert long.exists()
 
 
 def test_a_thread_that_pins_batches(tmp_path):
