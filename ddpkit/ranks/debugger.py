@@ -33,7 +33,7 @@ def find() -> None:
     if os.environ.get("TERM_PROGRAM") == "vscode":
         # Its extension begins with the first Python file, and only new terminals know it.
         remedy = f"open main.py in VS Code, then a new terminal; or {remedy}"
-    raise UserError(f"no debugpy for --debug: {remedy}")
+    raise UserError(f"--debug: no debugpy: {remedy}")
 
 
 def follow() -> None:

@@ -12,12 +12,10 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import files
 from ddpkit.errors import (
@@ -36,7 +34,6 @@ from ddpkit.ranks import (
     explaining,
     process,
     protocol,
-    replicas,
     watch,
     workers,
 )
@@ -116,6 +113,8 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Some file names are not valid text.
         sys.stdout.reconfigure(errors="backslashreplace")
+    if dist.get_debug_level() == dist.DebugLevel.OFF:
+        dist.set_debug_level(dist.DebugLevel.INFO)  # DDP then names weights
     _explainers[:] = explainers
     threading.excepthook = workers.on_thread_error
     own_pid = os.getpid()
@@ -319,7 +318,14 @@ def _of_torch(error: Exception) -> UserError | str | None:
     """Return a line for a mistake that torch explains badly."""
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
-        return _unused(error)
+        # By its names of them, thanks to DebugLevel.INFO
+        said = re.search(r"did not receive grad for rank \d+: (.+)", text)
+        names = shorten(said[1].split(", ")) if said else "some weights"
+        return UserError(
+            f"{names}: no gradient, because the loss does not depend on it; use it, remove it, or "
+            "freeze it (requires_grad_(False)) before DistributedDataParallel(...); if other steps "
+            "use it, pass it find_unused_parameters=True"
+        )
     if "Gloo connectFullMesh failed" in text:
         return (
             f"{environment.own_rank()} cannot connect to all other ranks: {NO_NETWORK}"
@@ -330,23 +336,6 @@ def _of_torch(error: Exception) -> UserError | str | None:
             if re.search(pattern, text):
                 return UserError(line)
     return None
-
-
-def _unused(error: Exception) -> UserError:
-    """Name the weights to which the last backward pass has brought no gradient."""
-    names: list[str] = []
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, DistributedDataParallel):
-            names = replicas.trained_names(caller)
-    said = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-    numbers = said[1].split() if said else []
-    unused = [names[int(n)] for n in numbers if int(n) < len(names)]
-    return UserError(
-        f"{shorten(unused) or 'some weights'}: no gradient, because the loss does not depend on "
-        "it; use it, remove it, or freeze it (requires_grad_(False)) before "
-        "DistributedDataParallel(...); if other steps use it, pass it find_unused_parameters=True"
-    )
 
 
 def _of_memory(error: Exception) -> UserError | None:

@@ -155,8 +155,8 @@ def _leave_note(store: dist.Store, rank: int, size: int, note: dict) -> str:
         fewest = min(int(on_node), int(first[2]))
         return (
             f"WORLD_SIZE is {size} for rank {rank}, {first[0]} for rank {first[1]}: start as many "
-            f"ranks on each node, by NPROC={fewest} ./launch.sh or torchrun --nproc-per-node "
-            f"{fewest}, and give each the same number of nodes"
+            f"ranks on each node, such as {fewest} (NPROC={fewest} ./launch.sh), and give each the "
+            "same number of nodes"
         )
     kept = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(note)))
     if kept["id"] == note["id"]:

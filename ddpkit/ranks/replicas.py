@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,7 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 from ddpkit.ranks.virtual import VirtualRanks
 
-# The names of each prepared network's weights, in DDP's order
-_trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+_prepared: WeakSet[nn.Module] = WeakSet()
 _called: WeakSet[nn.Module] = WeakSet()  # of these, since the last optimizer step
 # What averages gradients over the ranks
 REPLICATED = DistributedDataParallel, VirtualRanks
@@ -63,11 +62,6 @@ def in_evaluation(network: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def trained_names(network: nn.Module) -> list[str]:
-    """Return the names of its weights, in DDP's order, if it has been prepared."""
-    return _trained.get(network, [])
-
-
 def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
@@ -79,16 +73,12 @@ def prepare_network(network: nn.Module) -> None:
     weights were frozen or unfrozen since.
     """
     ddp_model = in_ddp(network)
-    is_new = ddp_model not in _trained
+    is_new = ddp_model not in _prepared
     if isinstance(ddp_model, DistributedDataParallel):
         _check_trained(ddp_model, is_new)
     if not is_new:
         return
-    _trained[ddp_model] = [
-        name.removeprefix("module.")
-        for name, each in ddp_model.named_parameters()
-        if each.requires_grad
-    ]
+    _prepared.add(ddp_model)
     if isinstance(ddp_model, VirtualRanks):
         ddp_model.register_forward_pre_hook(lambda module, _: _called.add(module))
         return

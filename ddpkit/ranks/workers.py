@@ -28,6 +28,26 @@ HINTS = {
     "SIGBUS": ": /dev/shm full?",
 }
 TENSORBOARDS = "_AsyncWriterThread"  # whose error is raised again where one writes
+# By the error, the files that it passed, and its text: what a rank or its worker lacks
+LACKING = {
+    "start new thread|: Resource temporarily unavailable$|EAGAIN in .*popen_fork": (
+        "no more processes or threads can be started: raise the limit (ulimit -u, docker run "
+        "--pids-limit), or use fewer loader workers"
+    ),
+    "^EMFILE|Too many open files|items of ancdata": (
+        "too many files are open: raise the limit (ulimit -n) or use fewer loader workers"
+    ),
+    "^MemoryError|^ENOMEM in .*(popen_fork|multiprocessing.(heap|synchronize)|shm)": (
+        "too little memory for loader workers: use fewer, or smaller batches"
+    ),
+    "^ENOENT in .*resource_sharer": (
+        "the sockets of loader workers have been removed from TMPDIR: start again"
+    ),
+    r"^E\w+ in .*(multiprocessing.(heap|synchronize)|shm)": (
+        "/dev/shm cannot hold the batches of loader workers ({}; see df -h /dev/shm): docker run "
+        "--ipc=host or --shm-size=8g; else fewer workers (0 need none)"
+    ),
+}
 OVER = b"over"  # the note of a worker that has done all
 
 running: list["Worker"] = []  # of this rank, and those that have died
@@ -144,33 +164,11 @@ def lacking(error: BaseException) -> UserError | None:
     trace = "".join(traceback.format_tb(error.__traceback__))
     # torch's C++ names a file in /dev/shm so, with the number of the error.
     of_torch = re.search(r"</torch_.* \((\d+)\)", text)
-    number = int(of_torch[1]) if of_torch else getattr(error, "errno", None)
-    is_forking = "popen_fork.py" in trace
-    is_of_shm = of_torch or re.search("multiprocessing.(heap|synchronize).py", trace)
-    # What Python says, and what C++ says
-    no_thread = "start new thread|^Resource temporarily unavailable$"
-    if re.search(no_thread, text) or (is_forking and number == errno.EAGAIN):
-        return UserError(
-            "no more processes or threads can be started: raise the limit (ulimit -u, docker run "
-            "--pids-limit), or use fewer loader workers"
-        )
-    no_file = "Too many open files|items of ancdata"
-    if number == errno.EMFILE or re.search(no_file, text):
-        return UserError(
-            "too many files are open: raise the limit (ulimit -n) or use fewer loader workers"
-        )
-    no_memory = number == errno.ENOMEM and (is_of_shm or is_forking)
-    if no_memory or isinstance(error, MemoryError):
-        return UserError(
-            "too little memory for loader workers: use fewer, or smaller batches"
-        )
-    if isinstance(error, FileNotFoundError) and "resource_sharer.py" in trace:
-        return UserError(
-            "the sockets of loader workers have been removed from TMPDIR: start again"
-        )
-    if not is_of_shm or not number:
-        return None
-    return UserError(
-        f"/dev/shm cannot hold the batches of loader workers ({os.strerror(number)}; see df -h "
-        "/dev/shm): docker run --ipc=host or --shm-size=8g; else fewer workers (0 need none)"
-    )
+    number = int(of_torch[1]) if of_torch else getattr(error, "errno", None) or 0
+    code = errno.errorcode.get(number, type(error).__name__)
+    files = " ".join(re.findall(r"(\w+.\w+)\.py", trace))
+    told = f"{code} in {'shm' if of_torch else files}: {text}"
+    for pattern, line in LACKING.items():
+        if re.search(pattern, told):
+            return UserError(line.format(os.strerror(number)))
+    return None

@@ -129,7 +129,7 @@ def test_weights_without_a_gradient():
                             loss = loss + second.sum()
                         loss.backward()
         line = str(failures._of_torch(error.value))
-        assert line.startswith("second.weight, second.bias: no gradient"), line
+        assert line.startswith("second.bias, second.weight: no gradient"), line
 
 
 def test_debug_mode_that_crashes(project, few, tmp_path):
@@ -181,7 +181,7 @@ def test_words_for_any_script():
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and id(node) not in docs:
                 found.append(str(node.value))
-    of_flags = ("--dist-timeout", "--debug-rank")  # that the project's door has read
+    of_flags = ("--dist-timeout", "--debug")  # that the project's door has read
     assert not [
         text
         for text in found
