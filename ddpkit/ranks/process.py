@@ -155,7 +155,6 @@ def holding_signals(signals: Collection[int] = STOP_SIGNALS) -> Iterator[None]:
 def exit_now(status: int) -> NoReturn:
     """Exit without cleaning up, which could wait forever; with F5, end torchrun and all ranks."""
     drop_unprinted()
-    shutil.rmtree(End.sockets, ignore_errors=True)
     if threading.current_thread() is threading.main_thread():
         begin_to_leave()
     # By SIGKILL: torchrun would first wait for ranks that a debugger holds.
@@ -165,6 +164,7 @@ def exit_now(status: int) -> NoReturn:
     for child in multiprocessing.active_children():
         # one that hangs, or holds SIGTERM back; what a person has started may clean up
         child.kill() if child.daemon else child.terminate()
+    shutil.rmtree(End.sockets, ignore_errors=True)
     # Not sys.exit: it ends this thread alone, and exit handlers, destructors of C++ and
     # threads of nccl would wait for ranks that are not there any more.
     os._exit(status)

@@ -106,8 +106,14 @@ def worker_context(count: int) -> BaseContext | None:
     """
     if not count or sys.platform != "linux":
         return None
-    # The workers, which are killed, inherit it, instead of each a folder of its own.
-    process.End.sockets = util.get_temp_dir()
+    # Workers inherit the folder for their sockets, which they leave when they are killed:
+    # that of launch.sh, which removes it, or one of this rank's.
+    store = os.environ.get(protocol.STORE)
+    if store:
+        rank: Any = multiprocessing.current_process()
+        rank._config["tempdir"] = os.path.dirname(store)
+    else:
+        process.End.sockets = util.get_temp_dir()
     context = copy.copy(FORKS)
     context.Process = Worker
     context.Queue = functools.partial(Queue, ctx=context)
