@@ -76,6 +76,11 @@ def read_yaml(tree: Tree, name: str) -> Json:
 def read_yolo(tree: Tree, names: Sequence[str]) -> LabelledSet:
     name = names[0]
     content = read_list(tree, names) if is_list(name) else read_yaml(tree, name)
+    if "kpt_shape" in content:
+        raise UserError(
+            f"{tree.path(name)}: key points (kpt_shape), which have no inside; segmentation needs "
+            "outlines: export the project's segments"
+        )
     given = content.get("names") or range(int(content["nc"]))
     numbered = given.items() if isinstance(given, dict) else enumerate(given)
     class_of = {int(number): str(text) for number, text in numbered}

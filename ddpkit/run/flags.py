@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from ddpkit import files
 from ddpkit.errors import UserError, suggest
+from ddpkit.ranks import debugger
 
 DEBUG_PORT = 5678  # of rank 0, which awaits a debugger there
 ALL_RANKS = -1  # in place of a list
@@ -165,6 +166,7 @@ class Parser(argparse.ArgumentParser):
             raise ArgumentTypeError(
                 f"{text} is not a rank or a list of ranks, such as 0,3 or 0,3:5678"
             )
+        debugger.find()  # before torch is imported
         if match[1] == "all":
             return [ALL_RANKS], port
         return sorted({int(each) for each in match[1].split(",")}), port

@@ -41,7 +41,7 @@ from ddpkit.ranks.virtual import VirtualRanks
 from ddpkit.ranks.virtual_steps import VirtualSteps, check_ended
 from ddpkit.run import checkpoint, states
 from ddpkit.run.folder import RunFolder
-from ddpkit.run.progress import progress_line
+from ddpkit.run.progress import progress_line, say_batches
 from ddpkit.run.states import State
 from ddpkit.run.unsaved import LoopVariables, Unsaved
 
@@ -731,6 +731,8 @@ class Checkpoints:
         if global_batch:
             if global_batch != self.global_batch:
                 reason = "another batch size, or other ranks, then"
+                sizes = "batch_size x ranks x accumulate", "the learning rate"
+                say_batches(self.global_batch, global_batch, *sizes)
             self.global_batch = global_batch
         elif not isinstance(batches, Sequence) and self.ranks_then != ranks:
             reason = f"{self.ranks_then} ranks then"
@@ -837,21 +839,3 @@ def stopping(save: Callable[[], object] | None = None) -> Iterator[Callable[[], 
             if save:
                 save()
             exit_stopped("and saved" if save else "")
-
-
-@contextlib.contextmanager
-def explaining() -> Iterator[None]:
-    """Within the block a rank that fails ends all, and one line or block says why, and where.
-
-    A hang of the collectives prints where each rank is. Put it around all of a script's work.
-
-        if __name__ == "__main__":
-            with ddpkit.explaining():
-                main()
-    """
-    from ddpkit.ranks import failures, handlers
-
-    handlers.install_handlers()
-    handlers.note_start()
-    with failures.one_line_errors(loading.explain_loading):
-        yield

@@ -206,6 +206,7 @@ class Reporter:
             flags=run.flags,
             best=run.best_by,
             ranks=ranks,
+            global_batch=source.global_batch,
             device=device,
             jpeg=jpeg,
             git=git_commit(),

@@ -77,7 +77,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group = parser.add_argument_group("ranks")
     group.add_argument("--local-rank", "--local_rank", type=count, default=os.environ.get("LOCAL_RANK", "0"), metavar="NUMBER", help="number of this process on its node, and of its GPU; the launcher sets it")
     group.add_argument("--dist-timeout", type=positive, default=600, metavar="SECONDS", help="how long a rank waits for the others; a week while debugging")
-    group.add_argument("--debug", "--debug-rank", nargs="?", type=ddpkit.Parser.ranks, const="all", metavar="R[,R...][:PORT]", help="ranks that await a debugger, or all of them, R at port 5678 + R")
+    group.add_argument("--debug", "--debug-rank", nargs="?", type=ddpkit.Parser.ranks, const="all", metavar="R[,R...][:PORT]", help="ranks that await a debugger, or all of them, at port 5678 + the first")
 
     # The same flags, read by ddpkit: @FILE, ~, and a mistake in one line with the nearest name.
     parser = ddpkit.Parser(parser)
