@@ -39,6 +39,7 @@ SHARED = {
     "main.py",
     "pyproject.toml",
     "recipe.py",
+    "recipes/imagenet.py",
     "recipes/sweep.py",
     "requirements-dev.txt",
     "slurm/train.sbatch",
