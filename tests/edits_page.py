@@ -1,8 +1,9 @@
 """EDITS.md of a project, made from template/edits: page.md and a diff for each edit.
 
-Run this to write it anew. A line of page.md such as `<!-- flag.diff -->` stands for what that diff
-changes, told place by place. To change a diff, edit a generated project FOLDER, and run this with
-the diff's place and that folder: both/flag FOLDER, or classification/parts FOLDER.
+Run this to write it anew, and docs/common-edits.md, which is for both tasks. A line of page.md such
+as `<!-- flag.diff -->` stands for what that diff changes, told place by place. To change a diff,
+edit a generated project FOLDER, and run this with the diff's place and that folder: both/flag
+FOLDER, or classification/parts FOLDER.
 """
 
 import ast
@@ -18,6 +19,8 @@ import jinja2
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
 PAGE = TEMPLATE / "EDITS.md"
+SITE_PAGE = ROOT / "docs" / "common-edits.md"
+SITE = "https://org.github.io/ddp-template/"
 EDITS = Path(__file__).resolve().parent / "template" / "edits"
 TASKS = ("classification", "segmentation")
 WIDTH = 66  # of a line of code that is quoted in a sentence
@@ -310,6 +313,34 @@ def slug(title: str) -> str:
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
+def site_page() -> str:
+    """Return EDITS.md for the site: an edit that differs has a tab for each task."""
+    text = (EDITS / "page.md").read_text()
+    titles = re.findall(r"^(?:{% endif %})?(##+ .*)$", text, re.M)
+    both = [sections(text_of(task)) for task in TASKS]
+    head = both[0][""].replace(contents(text_of(TASKS[0])) + "\n\n", "")
+    parts = [head]
+    for title in titles:
+        found = [of_task.get(title) for of_task in both]
+        parts.append(f"{title}\n\n")
+        if found[0] == found[1]:
+            parts.append(str(found[0]))
+            continue
+        for task, section in zip(TASKS, found, strict=True):
+            if section is not None:
+                tab = f'=== "{task.capitalize()}"\n\n{section}'
+                parts.append(tab.replace("\n", "\n    ").rstrip() + "\n\n")
+    page = "".join(parts).replace("<!-- fmt:off -->\n\n", "")
+    page = re.sub(rf"{SITE}([\w-]+)/", r"\1.md", page)
+    return re.sub(r" +$", "", page, flags=re.M).rstrip() + "\n"
+
+
+def sections(text: str) -> dict[str, str]:
+    """Return what is below each heading of a page; what comes first is below ""."""
+    first, *rest = re.split(r"^(##+ .*)\n+", text, flags=re.M)
+    return {"": first} | dict(zip(rest[::2], rest[1::2], strict=True))
+
+
 def page() -> str:
     """Return EDITS.md of both tasks: where they differ, a condition of Jinja."""
     one = text_of(TASKS[0]).splitlines(keepends=True)
@@ -338,6 +369,7 @@ def main(name: str = "", folder: str = "") -> None:
         task = TASKS[(project / "losses.py").exists()]
         (EDITS / f"{name}.diff").write_text(make_diff(generated(task), read(project)))
     PAGE.write_text(page())
+    SITE_PAGE.write_text(site_page())
 
 
 if __name__ == "__main__":

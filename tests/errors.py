@@ -24,7 +24,7 @@ is [a list of all](#all-lines).
 
 """
 TABLE = """
-## All lines
+## All lines { data-search-exclude }
 
 What is in braces is filled in. A code with a link is explained above.
 

@@ -181,13 +181,18 @@ def test_virtual_ranks(tmp_path: Path) -> None:
 def test_defaults(project: Project, few: Path, tmp_path: Path) -> None:
     cases = "--cases", "--hflip 0", "--hflip 0.5", "--seeds", 0
     words = f"{FLAGS['classification']} --epochs 1 --workers 0"
-    said = (
-        benchmark(tmp_path, "defaults", "--data", few, cases, f"--flags={words}")
-        .ok()
-        .out
-    )
-    assert "| --hflip 0 " in said
-    assert "| --hflip 0.5 " in said
+    more = "--data", few, f"--flags={words}"
+    done = benchmark(tmp_path, "defaults", cases, more).ok()
+    assert "| --hflip 0 " in done.out
+    assert "| --hflip 0.5 " in done.out
+
+
+def test_resume() -> None:
+    """Of two that are always there: ddpkit goes on exactly, torch's example does not."""
+    names = "plain torch", "ddpkit.Checkpoints"
+    done = run([sys.executable, FOLDER / "resume.py", *names]).ok()
+    ends = [line.split("|")[-2].strip() for line in done.out.splitlines()[-3:-1]]
+    assert ends == ["differ", "identical"]
 
 
 def test_recorder(tmp_path: Path) -> None:

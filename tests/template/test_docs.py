@@ -23,7 +23,8 @@ def anchors(text: str) -> set[str]:
     """Return the anchors of a page: of headings, and of names of ddpkit."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     headings = (
-        re.sub(r"[^\w -]", "", found) for found in re.findall(r"^#+ (.*)$", prose, re.M)
+        re.sub(r" {.*}|[^\w -]", "", found)
+        for found in re.findall(r"^#+ (.*)$", prose, re.M)
     )
     slugs = (re.sub(r"[ -]+", "-", heading.strip().lower()) for heading in headings)
     return set(slugs).union(re.findall(r"^::: (.+)$", text, re.M))

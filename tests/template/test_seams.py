@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,6 @@ import pytest
 import torch
 from digest import digest
 from generated import (
-    ROOT,
     TASKS,
     Done,
     Project,
@@ -23,6 +23,7 @@ from generated import (
     both_tasks,
     die,
     rows,
+    run,
 )
 
 OF_TORCHVISION = """
@@ -195,6 +196,7 @@ EXCLUSIVE = {
 def test_page() -> None:
     remedy = f"python {edits_page.__file__}"
     assert edits_page.PAGE.read_text() == edits_page.page(), remedy
+    assert edits_page.SITE_PAGE.read_text() == edits_page.site_page(), remedy
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -217,34 +219,47 @@ def test_two_edits_apply(task: str) -> None:
     assert wrong == {pair for pair in EXCLUSIVE if set(pair) <= diffs.keys()}
 
 
-@pytest.mark.xdist_group("mypy")
 @both_tasks
 def test_diffs_apply_and_are_clean(project: Project, tmp_path: Path) -> None:
-    """Each alone by ruff; by mypy in as few copies as the diffs fit into."""
-    wrong = []
-    together: dict[Path, list[str]] = {}
-
-    def check(name: str, folder: Path, *words: object) -> None:
-        command = [sys.executable, "-m", *words, "."]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            wrong.append(f"{name}: {done.stdout}")
-
+    """Each alone, by git and ruff."""
+    faults = {}
     for name, diff in edits_page.diffs(project.task).items():
         copy = project.copy(tmp_path / name).folder
-        fault = git_apply(diff, copy)
-        if fault:
-            wrong.append(f"{name}: {fault}")
-            continue
-        is_of_the_task = "main.py" not in diff and "recipe.py" not in diff
-        if project.task == TASKS[0] or is_of_the_task:
-            fits = (folder for folder in together if not git_apply(diff, folder))
-            together.setdefault(next(fits, copy), []).append(name)
-    check("ruff", tmp_path, "ruff", "check")
-    check("ruff format", tmp_path, "ruff", "format", "--check")
-    for folder, names in together.items():
-        check(", ".join(names), folder, "mypy", "--cache-dir", ROOT / ".mypy_cache")
-    assert not wrong, "\n".join(wrong)
+        faults[name] = git_apply(diff, copy)
+    assert {*faults.values()} == {""}, faults
+    for words in ("check",), ("format", "--check"):
+        done = run([sys.executable, "-m", "ruff", *words, "."], tmp_path)
+        assert done.status == 0, done.out
+
+
+def test_types_of_diffs(projects: Callable[[str], Project], tmp_path: Path) -> None:
+    """As few copies as the diffs fit into take turns in one folder, where mypy keeps torch."""
+    copies: dict[Path, list[str]] = {}
+    for task in TASKS:
+        for name, diff in edits_page.diffs(task).items():
+            if task != TASKS[0] and ("main.py" in diff or "recipe.py" in diff):
+                continue
+            fits = (folder for folder in copies if folder.parent.name == task)
+            fits = (folder for folder in fits if not git_apply(diff, folder))
+            folder = next(fits, None)
+            if folder is None:
+                folder = projects(task).copy(tmp_path / task / name).folder
+                assert not git_apply(diff, folder)
+            copies.setdefault(folder, []).append(name)
+    turn = projects(TASKS[0]).copy(tmp_path / "turn").folder
+    command = [sys.executable, "-m", "mypy.dmypy", "--status-file", tmp_path / "mypy"]
+    faults = {}
+    try:
+        for folder, names in copies.items():
+            for path in turn.glob("*.py"):
+                path.unlink()
+            for path in folder.glob("*.py"):
+                shutil.copy(path, turn)
+            done = run([*command, "run", "--", "."], turn)
+            faults[" ".join(names)] = done.out if done.status else ""
+    finally:
+        run([*command, "stop"], turn)
+    assert {*faults.values()} == {""}, faults
 
 
 @pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
