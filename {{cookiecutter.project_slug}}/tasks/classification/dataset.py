@@ -53,13 +53,13 @@ def train_transform(
     )
 
 
-def val_transform(size: int, crop: float | None) -> ddpkit.ResizedCenterCrop:
+def val_transform(size: int, crop: float | None) -> v2.Compose:
     """For validation and predict.py: an image of any size -> uint8 (3, size, size).
 
     crop: the side of the middle, as a share of the image's shorter one; None: the whole image,
     squeezed to a square.
     """
-    return ddpkit.ResizedCenterCrop(size, crop)
+    return v2.Compose([ddpkit.ResizedCenterCrop(size, crop)])
 
 
 class ImageDataset(ddpkit.ImageFiles):
@@ -83,16 +83,15 @@ def build_datasets(args: Namespace) -> tuple[ImageDataset, ImageDataset, Sequenc
     """
     with ddpkit.rank_zero_first():  # the other ranks find it drawn
         data = args.data or draw_demo()
-    part = args.eval_only or "val"
     train, val, classes = ddpkit.find_classes(
-        data, args.fold, part, args.arch, MEAN, STD
+        data, args.fold, args.eval_only or "val", args.arch, MEAN, STD
     )
     # What the data and the network say; model.py and, from the checkpoint, predict.py
     # need it.
     args.several_labels = train.several
-    args.crop = args.crop_pct or train.crop
-    if args.crop_scale == 1 and not args.crop_pct:
-        args.crop = None  # the whole image, as in training
+    args.crop = args.crop_pct  # None: the whole image, as in training
+    if not args.crop and args.crop_scale < 1:
+        args.crop = train.crop
     augment = ddpkit.parse_augment(
         AUGMENTATIONS, args.augment, train.format.channels, MIXES
     )
