@@ -2,6 +2,7 @@
 #              (TASK=segmentation for the other kind, FLAGS="..." for flags of its main.py)
 # make test    set up, run all tests
 # make check   set up, lint and the quick tests
+# make pages   write anew the pages that quote the code; check and test do so first, and end if there were any
 # make soak    set up, random cases of what is long or happens by chance, for MINUTES=30
 #              (SEED=... as one before; CASE=damage/12 that case alone; tests/soak/__main__.py)
 # make docs    build the documentation to site/, in an environment of its own
@@ -28,14 +29,17 @@ python = "$(VENV)/bin/python"
 template = {{cookiecutter.project_slug}}
 project = demo/$(TASK)
 
-.PHONY: demo test check soak docs ready
+.PHONY: demo test check pages soak docs ready
 
-test: ready
+test: pages
 	$(python) -m pytest --numprocesses $(WORKERS) --dist loadgroup --maxschedchunk 1
 
-check: ready
+check: pages
 	$(python) -m pytest --numprocesses 2 tests/template/test_docs.py tests/template/test_limits.py \
 		tests/template/test_template.py $(QUICK:%=tests/library/test_%.py)
+
+pages: ready
+	$(python) tests/quoting.py
 
 soak: ready
 	test -n "$(CASE)" || $(python) -m pytest --numprocesses $(WORKERS) --dist loadgroup -m soak

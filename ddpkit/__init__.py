@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from ddpkit.data.sources import eval_batches
     from ddpkit.errors import NoLabelsError, UserError
     from ddpkit.ranks.distributed import rank_zero_first, rendezvous
+    from ddpkit.ranks.explaining import on_all_ranks
     from ddpkit.ranks.virtual import VirtualRanks
     from ddpkit.run.criterion import Criterion
     from ddpkit.run.flags import Parser
     from ddpkit.run.folder import RunFolder
     from ddpkit.run.loop import Run
     from ddpkit.run.outputs import to_logits
-    from ddpkit.run.resuming import Checkpoints, explaining, stopping
+    from ddpkit.run.resuming import Checkpoints, stopping
     from ddpkit.run.settings import configure
     from ddpkit.run.starting import before_imports, run_main
     from ddpkit.vision.augment import (
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
         parse_augment,
     )
     from ddpkit.vision.class_counts import class_weights
-    from ddpkit.vision.demo import demo_classes, demo_masks
+    from ddpkit.vision.demo import demo_set
     from ddpkit.vision.folders import ImageFiles, MaskFiles, find_classes, find_masks
     from ddpkit.vision.images import LazyImage
     from ddpkit.vision.metrics import compute_metrics
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from ddpkit.vision.predicting import Predictor, open_model
     from ddpkit.vision.pretrained import load_pretrained
     from ddpkit.vision.reporting import Reporter
-    from ddpkit.vision.tiles import sliding_window, sliding_window_rows
+    from ddpkit.vision.tiles import sliding_window
 
 # by module, which is imported when one of them is first used: no torch until then
 NAMES = {
@@ -60,18 +61,19 @@ NAMES = {
     "data.sources": "eval_batches",
     "errors": "NoLabelsError UserError",
     "ranks.distributed": "rank_zero_first rendezvous",
+    "ranks.explaining": "on_all_ranks",
     "ranks.virtual": "VirtualRanks",
     "run.criterion": "Criterion",
     "run.flags": "Parser",
     "run.folder": "RunFolder",
     "run.loop": "Run",
     "run.outputs": "to_logits",
-    "run.resuming": "Checkpoints explaining stopping",
+    "run.resuming": "Checkpoints stopping",
     "run.settings": "configure",
     "run.starting": "before_imports run_main",
     "vision.augment": "RandomResizedCrop RandomScaleCrop ResizedCenterCrop parse_augment",
     "vision.class_counts": "class_weights",
-    "vision.demo": "demo_classes demo_masks",
+    "vision.demo": "demo_set",
     "vision.folders": "ImageFiles MaskFiles find_classes find_masks",
     "vision.images": "LazyImage",
     "vision.metrics": "compute_metrics",
@@ -82,7 +84,7 @@ NAMES = {
     "vision.predicting": "Predictor open_model",
     "vision.pretrained": "load_pretrained",
     "vision.reporting": "Reporter",
-    "vision.tiles": "sliding_window sliding_window_rows",
+    "vision.tiles": "sliding_window",
 }
 DOOR = {name: module for module, names in NAMES.items() for name in names.split()}
 

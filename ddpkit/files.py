@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
-from ddpkit.errors import DiskError, LineError, UserError, print_line
+from ddpkit.errors import DiskError, LineError, UserError, print_line, reason_of
 
 T = TypeVar("T")
 
@@ -26,6 +26,12 @@ OF_NETWORK_DISKS = {getattr(errno, name, -1) for name in NAMES.split()}
 WANTS = """EMFILE ENFILE ENOMEM ENOBUFS EINTR EAGAIN EBUSY ETXTBSY EDEADLK ENOLCK"""
 OF_THIS_MOMENT = {getattr(errno, name, -1) for name in WANTS.split()}
 WAITS = (1, 4)  # seconds between tries
+# The most bytes of an image, an array, labels or a list; of what people and runs note.
+OF_DATA = 8 << 30
+OF_NOTES = 256 << 20
+# Letters and values, each as often as it is referred to.
+MOST_VALUES = 1 << 25
+MOST_BITS = 1000  # of an integer: larger ones are no floats
 # The place before what a spreadsheet would compute, also after the ; in some tables.
 FORMULA = re.compile(r"(?:^|(?<=;))(?='*[=+\-@\t\r])")
 # The handle of each lock that this process holds, by its file's device and inode.
@@ -64,16 +70,102 @@ def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:
         tries += 1
 
 
-def read_file(path: Path | str) -> bytes:
-    """Return the content of a regular file. A pipe or a device, which may not end, is no file."""
+def open_file(path: Path | str, most: int = OF_DATA, is_own: bool = False) -> BinaryIO:
+    """Open a regular file to read: all that others may have made is opened here.
+
+    Raises an OSError of a pipe, a device or a socket, which may not end, and of more than `most`
+    bytes. is_own: also of a link, or of a file with other names, by which another user of the
+    folder could have put a file of this user's there.
+    """
+    follow = getattr(os, "O_NOFOLLOW", 0) if is_own else 0
+
+    def open_at_once(path: str, flags: int) -> int:  # also a pipe without a writer
+        return os.open(path, flags | follow | getattr(os, "O_NONBLOCK", 0))
+
+    file = open(path, "rb", opener=open_at_once)  # noqa: SIM115
+    status = os.fstat(file.fileno())
+    reason = ""
+    if not stat.S_ISREG(status.st_mode):
+        reason = "not a regular file"
+    elif status.st_size > most:
+        reason = f"{status.st_size:,} bytes, more than {most:,}"
+    elif is_own and status.st_nlink > 1:
+        reason = "a file of other names"
+    if reason:
+        file.close()
+        raise OSError(None, reason)
+    return file
+
+
+def read_file(path: Path | str, most: int = OF_DATA) -> bytes:
+    """Return the content of a regular file; raises an OSError as `open_file` does."""
 
     def read_once() -> bytes:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe waits for a writer
-            raise OSError(None, "not a regular file")
-        with open(path, "rb", buffering=0) as file:
+        with open_file(path, most) as file:
             return file.read()
 
     return retried(path, read_once)
+
+
+def parse(
+    path: Path | str,
+    function: Callable[[bytes], T],
+    what: str,
+    remedy: str = "repair or remove it",
+    most: int = OF_DATA,
+) -> T:
+    """Return what `function`, such as json.loads, makes of a regular file's content.
+
+    Raises a UserError for whatever is wrong with it. what: such as "JSON".
+    """
+    try:
+        return function(read_file(path, most))
+    except LineError:
+        raise
+    except OSError as error:
+        raise failure(path, error, "read") from None
+    # Parsers have no common one: also of nesting, and of numbers of 400 digits.
+    except Exception as error:
+        reason = reason_of(error, 160)
+        raise UserError(f"{path}: no {what} ({reason}); {remedy}") from None
+
+
+def read_text(path: Path | str, errors: str = "strict", most: int = OF_DATA) -> str:
+    """Return the text of a regular file in UTF-8, or raise a UserError."""
+
+    def decode(content: bytes) -> str:
+        return content.decode("utf-8-sig", errors)
+
+    return parse(path, decode, "text in UTF-8", "save it as UTF-8", most)
+
+
+def check_size(path: Path | str, content: object) -> None:
+    """Raise a UserError if a few bytes stand for more than can be compared or printed.
+
+    Lists of references to one list, for instance, double in length at each level.
+    """
+    sizes: dict[int, int] = {}
+
+    def size_of(value: object) -> int:
+        if isinstance(value, str | bytes):
+            return len(value)
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            return MOST_VALUES
+        parts: list[object] = []
+        if isinstance(value, dict):
+            parts = [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            parts = [*value]
+        if parts and id(value) not in sizes:
+            sizes[id(value)] = sum(map(size_of, parts))
+        return 1 + sizes.get(id(value), 0)
+
+    try:
+        is_usual = size_of(content) < MOST_VALUES
+    except RecursionError:  # it is in itself, for instance
+        is_usual = False
+    if not is_usual:
+        raise UserError(f"{path}: numbers or lists in it are larger than any in use")
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
-"""Put the chosen task's files and ddpkit in place, drop the others, record the template's version
-for `cruft update`, and say what to type next."""
+"""Put the chosen task's files, the licence and ddpkit in place, drop the others, write the answers
+into pyproject.toml, record the template's version for `cruft update`, and say what to type next.
+"""
 
 # cookiecutter may run under an older Python than the project
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pathlib import Path
 # Plain cookiecutter adds the template's address and folder to the answers; cruft does
 # not.
 CONTEXT = json.loads(r""" {{ cookiecutter | tojson }} """)
+
+# Once ddpkit is in the package index: the releases that a project takes, such as ">=3,<4".
+RELEASES = ""
 
 
 def template_version(repository: Path) -> tuple[str, str] | None:
@@ -43,26 +47,83 @@ def template_version(repository: Path) -> tuple[str, str] | None:
         return None
 
 
-def place_library(repository: Path | None, template: str, commit: str) -> None:
-    """Name the library in requirements.txt if it can be had at that address, else copy it.
-
-    What a copy requires is in requirements.txt already.
+def place_library(repository: Path | None, template: str, commit: str) -> list[str]:
+    """Return what the project requires: ddpkit if it can be had at that address, else what a copy
+    of it requires. The copy stays in the project then.
     """
     library = Path("ddpkit")
+    required = read("requirements.txt").partition("#")[0].split()
     if template.startswith("https://") and commit:
         if library.is_file():  # where links cannot be, as in an archive and on Windows
             library.unlink()
         else:
             shutil.rmtree(library)
-        # with what it requires
-        line = f"ddpkit[{CONTEXT['task']}] @ git+{template}@{commit}\n"
-        Path("requirements.txt").write_text(line, encoding="utf-8")
-        return
+        address = RELEASES or f" @ git+{template}@{commit}"
+        # It requires all the others. uv takes torch from an index by choice only if the
+        # project itself requires it.
+        own = [line for line in required if re.match("torch(vision)?>", line)]
+        return [*own, f"ddpkit[{CONTEXT['task']}]{address}"]
     if library.is_file() and repository:
         library.unlink()
         shutil.copytree(repository / "ddpkit", library)
     for cache in list(library.rglob("__pycache__")):
         shutil.rmtree(cache)
+    return required
+
+
+def read(name: str) -> str:
+    return Path(name).read_text(encoding="utf-8")
+
+
+def replace(name: str, changes: dict[str, str]) -> None:
+    """Replace texts of a file of the project."""
+    text = read(name)
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    Path(name).write_bytes(text.encode())
+
+
+def write_requirements(lines: list[str]) -> None:
+    """Write the answers and what the project requires into pyproject.toml, and for pip, too."""
+    name = re.sub("[^A-Za-z0-9]+", "-", CONTEXT["project_slug"]).strip("-").lower()
+    title = quoted(CONTEXT["project_name"])
+    listed = "".join(f"\n  {quoted(line)}," for line in lines)
+    changes = {
+        'name = "my-ddp-project"': f"name = {quoted(name)}",
+        'description = "My DDP Project"': f"description = {title}",
+        'name = "My DDP Project authors"': f"name = {quoted(CONTEXT['author'])}",
+        "dependencies = []": f"dependencies = [{listed}\n]",
+    }
+    licence = f"license = {quoted(CONTEXT['license'])}\n"
+    changes['license = "MIT"\n'] = "" if CONTEXT["license"] == "none" else licence
+    replace("pyproject.toml", changes)
+    before = read("requirements.txt").partition("#")[0]
+    replace("requirements.txt", {before: "\n".join([*lines, ""])})
+
+
+def quoted(text: str) -> str:
+    """As a string of TOML."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def place_license() -> None:
+    licenses = Path("licenses")
+    if CONTEXT["license"] != "none":
+        (licenses / CONTEXT["license"]).replace("LICENSE")
+        replace("LICENSE", {"(c) AUTHOR": f"(c) {CONTEXT['author']}"})
+    shutil.rmtree(licenses)
+
+
+def follow(template: str) -> None:
+    """Link to the site and the source of the repository that the project was generated from."""
+    address = r"(?:github\.com[/:]|^gh:)([\w.-]+)/([\w.-]+?)(?:\.git)?(?:/|$)"
+    found = re.search(address, template)
+    if found:
+        account, name = found.groups()
+        site = {"org.github.io/ddp-template": f"{account}.github.io/{name}"}
+        source = {"github.com/org/ddp-template": f"github.com/{account}/{name}"}
+        for document in ("AGENTS.md", "EDITS.md", "README.md"):
+            replace(document, site | source)
 
 
 def write_cruft_file(template: str, commit: str) -> None:
@@ -90,6 +151,7 @@ for path in filter(Path.is_file, chosen.rglob("*")):
     path.replace(place)
 shutil.rmtree(tasks, ignore_errors=True)
 Path("launch.sh").chmod(0o755)  # an archive may have lost it
+place_license()
 if "_repo_dir" in CONTEXT:
     # cookiecutter passes on a relative path as typed: found unless --output-dir was
     # given, too.
@@ -97,9 +159,12 @@ if "_repo_dir" in CONTEXT:
     address, commit = template_version(repository) or ("", "")
     if commit:
         write_cruft_file(address, commit)
-    place_library(repository, address, commit)
-else:  # cruft runs this hook and writes the file itself
-    place_library(None, CONTEXT.get("_template", ""), CONTEXT.get("_commit", ""))
+else:  # cruft, which writes the file itself, or copier
+    repository = None
+    address = CONTEXT.get("_template", "")
+    commit = CONTEXT.get("_commit", "")
+write_requirements(place_library(repository, address, commit))
+follow(address or CONTEXT["_template"])
 
 # `cruft update` generates what it compares in temporary folders of its own.
 above = Path.cwd().parent
@@ -111,7 +176,10 @@ if "_repo_dir" in CONTEXT or not is_update:
     print(
         f"""
 Next:
-  cd {CONTEXT["project_slug"]}
+  cd {Path.cwd().name}
+  uv sync
+  uv run {start}
+or, without uv:
   python -m pip install -r requirements.txt
   {start}"""
     )

@@ -30,7 +30,7 @@ import generated
 PATIENCE = 120  # seconds; a safety net
 F5 = "DDP: torch.distributed.launch"
 ALARMING = re.compile(
-    r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} "
+    r"Traceback|Error|Warning|Killed|Terminated|Aborted|_ident is|\b[EWF]\d{4} "
 )
 
 

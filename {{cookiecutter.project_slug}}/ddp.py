@@ -51,15 +51,15 @@ def reduce_tensor(tensor: Tensor) -> Tensor:
     return result
 
 
-def sum_exactly(numbers: list[Tensor]) -> float:
-    """Return the sum of all ranks' scalars, rounded once: the same on any number of ranks.
+def sum_exactly(*lists: list[Tensor]) -> list[float]:
+    """Return for each list the sum of all ranks' scalars, the same on any number of ranks.
 
-    Every rank has to call it. It waits for the device.
+    It is rounded once. Every rank has to call it, and it waits for the device.
     """
-    mine = torch.stack(numbers).tolist() if numbers else []
+    mine = [list(map(float, each)) for each in lists]
     gathered = [mine] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
-    return math.fsum(itertools.chain(*gathered))
+    return [math.fsum(itertools.chain(*each)) for each in zip(*gathered, strict=True)]
 
 
 def sum_device(device: torch.device) -> torch.device:

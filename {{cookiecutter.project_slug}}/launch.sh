@@ -11,7 +11,8 @@ try:
     import ddpkit.launch
 except ModuleNotFoundError:
     try:
-        print("error: no ddpkit: python -m pip install -r requirements.txt", file=sys.stderr)
+        print("error: no ddpkit: start it by uv run ./launch.sh, "
+              "or python -m pip install -r requirements.txt", file=sys.stderr)
     finally:
         os._exit(2)  # also if nobody reads it
 sys.exit(ddpkit.launch.main())' "$here" "$@"

@@ -265,8 +265,7 @@ def evaluate(
         counts.append(criterion.count(targets))
         metrics.update(logits.to(place), targets.to(place))
         worst.update(logits, targets, indices)
-    loss_sum = ddp.sum_exactly(losses)
-    count = ddp.sum_exactly(counts)
+    loss_sum, count = ddp.sum_exactly(losses, counts)
     # Exact over all ranks; after a signal all of them stop here.
     results, confusion = ddpkit.compute_metrics(metrics)
     if not count:

@@ -8,25 +8,25 @@ These are habits, not formats: classes.txt beside them says what values mean. Of
 can be told apart, as compression changes values.
 """
 
+import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from ddpkit import files
 from ddpkit.convert.labels import LabelledSet, LeftOut, Size, part_of
 from ddpkit.convert.mask_files import (
     Pair,
     Pairs,
     add_pairs,
-    class_line,
-    folders_named,
-    join,
-    match_masks,
-    own_lines,
-    same_size,
+    folders_of_masks,
+    match_folders,
+    read_inside,
+    read_pairs,
 )
 from ddpkit.convert.tree import ENDINGS, Tree, folder_of, key_of, stem_of
+from ddpkit.data.format import DEFAULT_FORMAT
 from ddpkit.errors import UserError, reason_of, shorten
 from ddpkit.vision import images, masks
 
@@ -46,29 +46,32 @@ def find_arrays(tree: Tree) -> list[str]:
 
 
 def read_arrays(tree: Tree, names: Sequence[str]) -> LabelledSet:
-    labelled = LabelledSet([])
-    lines = own_lines(tree)
-    if not lines:
-        values = sorted(
-            {value for name in names for value in values_in(tree.path(name))}
-        )
-        lines = [class_line(f"value {value}", value) for value in values]
-        if len(lines) < 2:
+    in_folder: dict[str, list[str]] = {}
+    for name in names:
+        in_folder.setdefault(folder_of(name), []).append(name)
+    values: list[int] = []  # of all arrays, if any folder has no list of classes
+
+    def name_values(*_: object) -> list[str]:
+        if not values:
+            each = (load_values(str(tree.path(name))) for name in names)
+            values.extend(sorted(set().union(*map(values_in, each))))
+        if len(values) < 2:
             raise UserError(
                 f"{tree.root}: the arrays hold {shorten([str(n) for n in values])}, not two "
                 "classes or more"
             )
+        return [f"value {value} = {value}" for value in values]
+
+    def pairs_in(tree: Tree, folder: str) -> Pairs:
+        return array_pairs(tree, in_folder[folder])
+
+    labelled = read_pairs(tree, in_folder, pairs_in, name_values, read_values)
+    if values:
         labelled.notes.append(
             f"the classes are the values {', '.join(map(str, values))}; write lines NAME = VALUE "
             f"and void = VALUE into {tree.root / 'classes.txt'} to name them, or to leave some out"
         )
-    labels = masks.parse(lines, tree.root / "classes.txt")
-    if labels.kind == 3:
-        raise UserError(
-            f"{tree.root / 'classes.txt'}: arrays have values, no colours: write NAME = VALUE"
-        )
-    labelled.names = list(labels)
-    return add_pairs(labelled, [array_pairs(tree, names)], partial(draw_values, labels))
+    return labelled
 
 
 def array_pairs(tree: Tree, names: Sequence[str]) -> Pairs:
@@ -104,32 +107,26 @@ def picture_of(tree: Tree, name: str) -> Path | None:
     return tree.path(pictures[0]) if pictures else None
 
 
-def values_in(path: Path) -> list[int]:
+def values_in(values: np.ndarray) -> list[int]:
     """Return what a mask holds, but for what is void by itself: 255, and numbers below 0."""
-    values = np.unique(load_values(path)).tolist()
-    return [value for value in values if 0 <= value != masks.VOID]
+    return [value for value in np.unique(values).tolist() if 0 <= value != masks.VOID]
 
 
-def draw_values(labels: masks.Labels, path: Path, size: Size | None) -> np.ndarray:
-    values = same_size(load_values(path), size, path)
+def read_values(path: str, labels: masks.Labels) -> np.ndarray:
+    """Return the class numbers in an array, uint8 (H, W); numbers below 0 are void."""
+    values = load_values(path)
+    is_meant = (values >= 0) | np.isin(values, list(labels.values))
     mask = np.full(values.shape, masks.VOID, np.uint8)
-    for value in np.unique(values).tolist():
-        if value in labels.values:
-            mask[values == value] = labels.values[value]
-        elif value >= 0:
-            count = int((values == value).sum())
-            raise UserError(
-                f"{path}: value {value} in {count} pixels is no class; write into classes.txt of "
-                f"the source: NAME = {value} or void = {value}"
-            )
+    mask[is_meant] = masks.Legend(path, labels).translate(values[is_meant])
     return mask
 
 
-def load_values(path: Path) -> np.ndarray:
+def load_values(path: Path | str) -> np.ndarray:
     """Return the integers of a mask, (H, W)."""
     try:
-        if path.suffix.lower() == ".npy":
-            arrays = [("", np.load(path, allow_pickle=False))]
+        if images.is_array(str(path)):
+            with files.open_file(path) as file:
+                arrays = [("", np.load(file, allow_pickle=False))]
         else:
             arrays = list(arrays_in(load_mat(path)))
     except UserError:
@@ -153,15 +150,19 @@ def is_grid(values: np.ndarray) -> bool:
     return values.ndim == 2 and min(values.shape) > 1 and values.dtype.kind in "buif"
 
 
-def load_mat(path: Path) -> dict:
+def load_mat(path: Path | str) -> dict:
     try:
-        from scipy.io import loadmat
+        from scipy.io import loadmat, whosmat
     except ImportError:
         raise UserError(
             f"{path}: reading it needs one more package: python -m pip install scipy"
         ) from None
     try:
-        return loadmat(path)
+        with files.open_file(path) as file:
+            # compressed, a few bytes may stand for any number of pixels
+            for _, shape, _ in whosmat(file):
+                DEFAULT_FORMAT.check_size(str(path), (math.prod(shape), 1))
+            return loadmat(file)
     except NotImplementedError:  # a file of version 7.3
         raise UserError(
             f"{path}: of MATLAB 7.3; save it anew with save(..., '-v7')"
@@ -188,38 +189,23 @@ def arrays_in(content: object, name: str = "") -> Sequence[tuple[str, np.ndarray
 # Masks that are JPEGs
 
 
-def find_jpeg_masks(tree: Tree) -> list[str]:
-    """Return the folders of masks that are all JPEGs with the name of an image."""
+def find_jpeg_masks(tree: Tree) -> list[tuple[str, str]]:
+    """Return the folders of images, and of masks that are all JPEGs with the name of an image."""
     folders = []
-    for folder in folders_named(tree, "masks", "labels", "gt", "mask", "label"):
+    for of_images, folder in folders_of_masks(tree):
+        keys = {key_of(name, of_images) for name in tree.in_folder(of_images)}
         own = tree.in_folder(folder)
-        of_images = image_folder(tree, folder_of(folder))
-        there = tree.in_folder(of_images) if of_images else []
-        keys = {key_of(name, of_images) for name in there}
         named = [name for name in own if key_of(name, folder) in keys]
         if named and named == tree.in_folder(folder, JPEGS):
-            folders.append(folder)
+            folders.append((of_images, folder))
     return folders
 
 
-def image_folder(tree: Tree, parent: str) -> str:
-    for name in ("images", "image", "imgs", "img"):
-        if join(parent, name) in tree.folders:
-            return join(parent, name)
-    return ""
-
-
-def read_jpeg_masks(tree: Tree, folders: Sequence[str]) -> LabelledSet:
+def read_jpeg_masks(tree: Tree, folders: Sequence[tuple[str, str]]) -> LabelledSet:
     labelled = LabelledSet([], ["background", "foreground"])
-    pairs = (jpeg_pairs(tree, folder) for folder in folders)
-    return add_pairs(labelled, pairs, draw_two_tones)
-
-
-def jpeg_pairs(tree: Tree, folder: str) -> Pairs:
-    of_images = image_folder(tree, folder_of(folder))
-    image_of = tree.keyed(of_images, tree.in_folder(of_images))
-    key_of_mask = {name: key_of(name, folder) for name in tree.in_folder(folder)}
-    return match_masks(tree, image_of, key_of_mask, part_of(folder))
+    for of_images, of_masks in folders:
+        add_pairs(labelled, match_folders(tree, of_images, of_masks), draw_two_tones)
+    return labelled
 
 
 def draw_two_tones(path: Path, size: Size | None) -> np.ndarray:
@@ -231,5 +217,4 @@ def draw_two_tones(path: Path, size: Size | None) -> np.ndarray:
             f"{path}: {share:.0%} of the pixels are neither black nor white, so that JPEG has "
             "mixed up its classes; get the masks as PNG"
         )
-    mask = (values >= sum(GREY) // 2).astype(np.uint8)
-    return same_size(mask, size, path)
+    return read_inside(path, size).astype(np.uint8)

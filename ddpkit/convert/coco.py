@@ -31,7 +31,7 @@ from ddpkit.convert.objects import (
 from ddpkit.convert.shapes import Area, Shape, fill_counts, to_points, unpack_counts
 from ddpkit.convert.tree import Json, Tree
 from ddpkit.data.format import VOID
-from ddpkit.errors import UserError
+from ddpkit.errors import UserError, shorten
 
 NEEDED = ("images", "annotations", "categories")
 
@@ -45,12 +45,21 @@ def find_coco(tree: Tree) -> list[str]:
 
 
 def is_coco(content: Json) -> bool:
-    return isinstance(content, dict) and all(
-        isinstance(content.get(key), list) for key in NEEDED
+    """Return whether JSON is COCO's; of panoptic ones the annotations have no category."""
+    return (
+        isinstance(content, dict)
+        and all(isinstance(content.get(key), list) for key in NEEDED)
+        and not any("segments_info" in each for each in content["annotations"])
     )
 
 
-def read_coco(tree: Tree, names: Sequence[str]) -> LabelledSet:
+def read_coco(
+    tree: Tree, names: Sequence[str], are_objects: bool | None = None
+) -> LabelledSet:
+    """Return the set. are_objects: whether crowds are objects of their class, or void.
+
+    None: void; but a UserError asks if a class has nothing else.
+    """
     tree.refuse_broken()
     colors: dict[str, Color | None] = {}
     for name in names:
@@ -58,11 +67,34 @@ def read_coco(tree: Tree, names: Sequence[str]) -> LabelledSet:
         for category in sorted(tree.jsons[name]["categories"], key=itemgetter("id")):
             colors.setdefault(str(category["name"]), to_color(category.get("color")))
     classes = ObjectClasses(colors, colors)
-    label_files = (read_coco_file(tree, name, classes) for name in names)
-    return draw_objects(tree, classes, label_files)
+    crowds: list[int] = []  # their class numbers
+    others: set[int] = set()
+    label_files = (
+        read_coco_file(tree, name, classes, crowds, others, are_objects)
+        for name in names
+    )
+    labelled = draw_objects(tree, classes, label_files)
+    alone = [classes.names[number] for number in {*crowds} - others - {VOID}]
+    if are_objects is None and alone:
+        raise UserError(
+            f"{tree.path(names[0])}: all objects of {shorten(alone)} are crowds (iscrowd 1), as "
+            "CVAT and datumaro write brushes; add --format coco-objects to draw them, or "
+            "--format coco-void to have them void"
+        )
+    if crowds and not are_objects:
+        labelled.notes.append(f"{len(crowds)} objects are crowds (iscrowd 1), so void")
+    return labelled
 
 
-def read_coco_file(tree: Tree, name: str, classes: ObjectClasses) -> Entries:
+def read_coco_file(
+    tree: Tree,
+    name: str,
+    classes: ObjectClasses,
+    crowds: list[int],
+    others: set[int],
+    are_objects: bool | None,
+) -> Entries:
+    """Yield the images of a file, and note which classes have crowds, and which other objects."""
     content = tree.jsons[name]
     label_of = {
         category["id"]: classes.number(category["name"], name)
@@ -76,8 +108,8 @@ def read_coco_file(tree: Tree, name: str, classes: ObjectClasses) -> Entries:
                 f"{tree.path(name)}: {other} and {image['file_name']} have the same id "
                 f"{image['id']}, so that nobody knows whose the annotations are; export it anew"
             )
-    # by image: each with its place in the file
-    marked: dict[Json, list[tuple[dict, str]]] = {key: [] for key in name_of}
+    # by image: class, place in the file, and segmentation
+    marked: dict[Json, list[tuple[int, str, Json]]] = {key: [] for key in name_of}
     for annotation in content["annotations"]:
         where = f"{tree.path(name)}, annotation {annotation.get('id')}"
         if annotation["category_id"] not in label_of:
@@ -87,30 +119,33 @@ def read_coco_file(tree: Tree, name: str, classes: ObjectClasses) -> Entries:
             )
         if annotation["image_id"] not in marked:
             yield LeftOut("annotations of no image in the file", where)
-        elif not annotation.get("segmentation"):
+            continue
+        if not annotation.get("segmentation"):
             yield LeftOut("annotations without an outline", where)
+            continue
+        label = label_of[annotation["category_id"]]
+        if not annotation.get("iscrowd"):
+            others.add(label)
         else:
-            marked[annotation["image_id"]].append((annotation, where))
+            crowds.append(label)
+            # many objects that nobody has told apart: no class is right or wrong there
+            label = label if are_objects else VOID
+        own = marked[annotation["image_id"]]
+        own.append((label, where, annotation["segmentation"]))
     for image in content["images"]:
         given = str(image["file_name"])
         path, part = tree.find_sample(given, name)
         if path is None:
             yield not_there(name, given)
             continue
-        shapes = partial(coco_shapes, marked[image["id"]], label_of)
+        shapes = partial(coco_shapes, marked[image["id"]])
         size = stated_size(image.get("height"), image.get("width"))
         yield MarkedImage(path, part, str(path), shapes, size)
 
 
-def coco_shapes(
-    marked: Sequence[tuple[dict, str]], label_of: dict[Json, int], size: Size
-) -> Iterator[Shape]:
-    for annotation, where in marked:
-        # a crowd is many objects that nobody has told apart: no class is right or wrong there
-        label = (
-            VOID if annotation.get("iscrowd") else label_of[annotation["category_id"]]
-        )
-        yield Shape(label, where, coco_cover(annotation["segmentation"], where, size))
+def coco_shapes(marked: Sequence[tuple[int, str, Json]], size: Size) -> Iterator[Shape]:
+    for label, where, segmentation in marked:
+        yield Shape(label, where, coco_cover(segmentation, where, size))
 
 
 def coco_cover(segmentation: Json, where: str, size: Size) -> Area | list[np.ndarray]:

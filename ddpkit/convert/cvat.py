@@ -44,7 +44,7 @@ from ddpkit.convert.shapes import (
     turned,
 )
 from ddpkit.convert.tree import Tree, folder_of
-from ddpkit.errors import UserError, reason_of
+from ddpkit.errors import UserError
 
 KINDS = ("polygon", "box", "ellipse", "mask")
 HEAD = b"<annotations"
@@ -55,7 +55,7 @@ def find_cvat(tree: Tree) -> list[str]:
     return [
         name
         for name in tree.with_ending(".xml")
-        if HEAD in files.read_file(tree.path(name))[:500]
+        if HEAD in files.parse(tree.path(name), bytes, "XML")[:500]
     ]
 
 
@@ -75,12 +75,7 @@ def read_cvat(tree: Tree, names: Sequence[str]) -> LabelledSet:
 
 
 def parse_xml(tree: Tree, name: str) -> Element:
-    try:
-        return ElementTree.fromstring(files.read_file(tree.path(name)))
-    except (ElementTree.ParseError, ValueError) as error:
-        raise UserError(
-            f"{tree.path(name)}: no XML ({reason_of(error)}); repair or remove it"
-        ) from None
+    return files.parse(tree.path(name), ElementTree.fromstring, "XML")
 
 
 def read_root(tree: Tree, name: str, root: Element, classes: ObjectClasses) -> Entries:

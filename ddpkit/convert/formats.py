@@ -14,6 +14,7 @@ from ddpkit.convert import (
     label_studio,
     labelme,
     mask_files,
+    not_taken,
     runs,
     yolo,
 )
@@ -42,18 +43,35 @@ class LabelFormat:
 NO_RUNS = (
     f"no CSV file in it has a column of images and one of {', '.join(runs.RUN_COLUMNS)}"
 )
+NO_COCO = f"no JSON file in it has {', '.join(coco.NEEDED)}"
 NO_LISTS = (
-    "no CSV file in it names images and labels; its first line has to name the columns, such as "
-    f"{shorten(image_labels.IMAGE_COLUMNS)} and {shorten(image_labels.LABEL_COLUMNS)}"
+    "no CSV file in it names images that are there, and labels; its first line has to name the "
+    "columns, such as file and label"
 )
 # Those that a file of their own shows
 CERTAIN = [
     LabelFormat(
         "coco",
         "COCO JSON",
-        f"no JSON file in it has {', '.join(coco.NEEDED)}",
+        NO_COCO,
         coco.find_coco,
         coco.read_coco,
+    ),
+    LabelFormat(
+        "coco-objects",
+        "the same, with crowds as objects",
+        NO_COCO,
+        coco.find_coco,
+        partial(coco.read_coco, are_objects=True),
+        is_hidden=True,
+    ),
+    LabelFormat(
+        "coco-void",
+        "the same, with crowds as void",
+        NO_COCO,
+        coco.find_coco,
+        partial(coco.read_coco, are_objects=False),
+        is_hidden=True,
     ),
     LabelFormat(
         "labelme",
@@ -128,17 +146,25 @@ CERTAIN = [
     ),
     LabelFormat(
         "rle-csv",
-        "Kaggle's runs (RLE) down the columns",
+        "Kaggle's runs (RLE)",
         NO_RUNS,
         runs.find_runs,
         runs.read_runs,
     ),
     LabelFormat(
         "rle-csv-rows",
-        "the same along the rows",
+        "the same, along the rows",
         NO_RUNS,
         runs.find_runs,
         partial(runs.read_runs, by_columns=False),
+        is_hidden=True,
+    ),
+    LabelFormat(
+        "rle-csv-columns",
+        "the same, down the columns",
+        NO_RUNS,
+        runs.find_runs,
+        partial(runs.read_runs, by_columns=True),
         is_hidden=True,
     ),
     LabelFormat(
@@ -200,6 +226,7 @@ def find_label_format(tree: Tree) -> LabelFormat:
         raise UserError(
             f"{tree.root}: is as training takes it: python -m ddpkit check {tree.root}"
         )
+    not_taken.refuse_known(tree)
     image_labels.refuse_unclear(tree)
     endings = Counter(ending_of(name) or "without ending" for name in tree.files)
     listed = [f"{count} {ending}" for ending, count in endings.most_common()]

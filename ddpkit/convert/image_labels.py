@@ -6,22 +6,25 @@
     {"file_name": "a.jpg", "label": "pug"}   (metadata.jsonl, or .csv with these columns)
 
 Described at huggingface.co, Datasets, "Create an image dataset", ImageFolder; the others are not.
-What the columns mean is told by their names alone.
+Images are in the column whose cells name those that are there, whatever its name; labels are in one
+that is named so, or whose cells repeat.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpkit.convert import runs
-from ddpkit.convert.labels import LabelledSet, Sample, part_of
+from ddpkit.convert.labels import LabelledSet, Sample
 from ddpkit.convert.objects import not_there
 from ddpkit.convert.tree import Json, Tree
 from ddpkit.errors import UserError
+from ddpkit.vision import lists
+from ddpkit.vision.names import refuse_alike
 
-# Columns, in small letters: of images, and of labels.
-IMAGE_COLUMNS = (*runs.IMAGE_COLUMNS, "file_name", "image_path", "path", "name")
+# Columns of labels, in small letters
 LABEL_COLUMNS = (
     "label",
     "labels",
@@ -33,9 +36,13 @@ LABEL_COLUMNS = (
     "tags",
 )
 METADATA = ("metadata.csv", "metadata.jsonl")
-# columns that are none, of sets of captions or of objects
-NO_LABELS = {"text", "caption", "captions", "prompt", "description", "objects", "bbox"}
+# columns of captions or of objects
+NO_LABELS = {"text", "caption", "captions", "prompt", "description", "objects"}
+BOX_COLUMNS = {"bbox", "xmin", "x_min", "xmax", "x_max", "x1", "x2", "bbox_x"}
+NUMBERS = re.compile(r"\d+( +\d+)+")
+BOX = re.compile(r"\S+( +-?[\d.]+){4}( .*)?")
 YES_NO = {"0", "1", "0.0", "1.0"}
+Rows = Sequence[tuple[int, dict[str, Json]]]  # with the numbers of their lines
 
 
 def find_several(tree: Tree) -> list[str]:
@@ -44,21 +51,21 @@ def find_several(tree: Tree) -> list[str]:
 
 
 def find_metadata(tree: Tree) -> list[str]:
-    """Return the lists of Hugging Face that have labels."""
+    """Return the lists of Hugging Face that have more than images."""
     names = []
     for name in tree.files_named(*METADATA):
-        row = next(records(tree, name), {})
-        if "file_name" in row and label_columns([row], "file_name"):
+        _, row = next(records(tree, name), (0, {}))
+        if "file_name" in row and len(row) > 1:
             names.append(name)
     return names
 
 
 def find_lists(tree: Tree) -> list[str]:
-    """Return the CSV files whose first row names an image that is there, and has a label."""
+    """Return the CSV files that name images that are there, and their labels."""
     names = []
     for name in lists_of_images(tree):
-        row = tree.first_row(name)
-        if label_columns([row], image_column(row)):
+        with contextlib.suppress(UserError):
+            choose_columns(tree, name, list(enumerate(tree.rough_rows(name), 2)))
             names.append(name)
     return names
 
@@ -68,33 +75,26 @@ def lists_of_images(tree: Tree) -> list[str]:
     names = []
     several = find_several(tree)
     for name in tree.with_ending(".csv"):
-        is_other = name in several or runs.columns_of(tree, name)
-        row = tree.first_row(name)
-        image = image_column(row)
-        if "submission" in name.lower() or is_other or not row:
+        if "submission" in name.lower() or name in several:
             continue
-        rows = tree.rough_rows(name)
-        if any(tree.has_image(each.get(image, "")) for each in rows):
+        if runs.columns_of(tree, name):
+            continue
+        cells = (cell for row in tree.rough_rows(name) for cell in row.values())
+        if any(map(tree.named_as, cells)):
             names.append(name)
     return names
 
 
 def refuse_unclear(tree: Tree) -> None:
-    """Raise a UserError if a CSV file has images, and no column that is known as their labels."""
+    """Raise a UserError if a CSV file has images, and it is not clear which are their labels."""
     for name in lists_of_images(tree):
-        row = tree.first_row(name)
-        others = [column for column in row if column != image_column(row)]
-        if others:
-            raise UserError(
-                f"{tree.path(name)}: none of its columns {', '.join(others)} is known as that of "
-                "the labels; name it label in the first line"
-            )
+        choose_columns(tree, name, list(records(tree, name)))
 
 
-def records(tree: Tree, name: str) -> Iterator[dict[str, Json]]:
-    """Yield the rows of a CSV file, or the objects of a file with one in each line."""
+def records(tree: Tree, name: str) -> Iterator[tuple[int, dict[str, Json]]]:
+    """Yield the rows of a CSV file, or the objects of a file with one in each line; numbered."""
     if not name.endswith(".jsonl"):
-        yield from tree.rows(name)
+        yield from lists.read_rows(tree.path(name))
         return
     for number, line in enumerate(tree.lines(name), 1):
         try:
@@ -105,48 +105,82 @@ def records(tree: Tree, name: str) -> Iterator[dict[str, Json]]:
             raise UserError(
                 f"{tree.path(name)}, line {number}: no JSON object; repair or remove it"
             )
-        yield row
+        yield number, row
 
 
-def image_column(row: dict[str, Json]) -> str:
-    known = {column.lower(): column for column in row}
-    named = [known[each] for each in IMAGE_COLUMNS if each in known]
-    # else the first one
-    return named[0] if named else next(iter(row), "")
+def choose_columns(tree: Tree, name: str, rows: Rows) -> tuple[str, str, list[str]]:
+    """Return the columns of images, of parts ("" if there is none), and of labels.
 
-
-def label_columns(rows: Sequence[dict[str, Json]], image: str) -> list[str]:
-    """Return the column of labels; or those of classes, which have 0 or 1; or none."""
-    split = runs.split_column(rows)
-    others = [column for column in rows[0] if column and column not in (image, split)]
-    for column in others:
-        if column.lower() in LABEL_COLUMNS:
-            return [column]
-    if len(others) > 1:
-        are_classes = all(
-            str(row.get(column)) in YES_NO for row in rows for column in others
-        )
-        return others if are_classes else []
-    return others
-
-
-def refuse_others(tree: Tree, name: str, column: str, value: Json) -> None:
-    """Raise a UserError if a column has no labels of images, but texts or objects."""
-    if column.lower() in NO_LABELS or isinstance(value, dict):
+    Those of labels are one, or several with 0 or 1 in each row. A UserError if that is not clear.
+    """
+    path = tree.path(name)
+    cells = [row for _, row in rows]
+    image = tree.image_column(path, cells) or next(iter(cells[0]))
+    part = lists.part_column(cells)
+    others = [each for each in cells[0] if each and each not in (image, part, "group")]
+    boxes = [each for each in others if each.lower() in BOX_COLUMNS]
+    if boxes:
         raise UserError(
-            f"{tree.path(name)}: its column {column} has texts or objects, no labels of images; "
-            "name the column of the labels label"
+            f"{path}: column {boxes[0]} is of boxes around objects, which are neither labels of "
+            "images nor outlines; export those"
         )
+    columns = [each for each in others if each.lower() == "label"]
+    columns = columns or [each for each in others if each.lower() in LABEL_COLUMNS]
+    if len(columns) > 1:
+        raise UserError(
+            f"{path}: {' and '.join(columns)} may each be the labels; name the right one label"
+        )
+    columns = columns or others
+    if not columns:
+        raise UserError(f"{path}: no column beside {image}; add one named label")
+    if len(columns) == 1:
+        seen = explain_cells(columns[0], [row.get(columns[0]) for row in cells])
+        if seen:
+            raise UserError(f"{path}: its column {columns[0]} {seen}")
+        return image, part, columns
+    for number, row in rows:
+        for column in columns:
+            if str(row.get(column)) not in YES_NO:
+                raise UserError(
+                    f"{path}, line {number}: {column} is {row.get(column)}, but with a column for "
+                    "each label all cells are 0 or 1; correct it, remove the column, or name the "
+                    "one that has the labels label"
+                )
+    return image, part, columns
+
+
+def explain_cells(column: str, cells: Sequence[Json]) -> str:
+    """Return what the cells of a column hold in place of labels of images; nothing of labels."""
+    if column.lower() in NO_LABELS or any(isinstance(cell, dict) for cell in cells):
+        return "has texts or objects, no labels of images; name the column of the labels label"
+    labels = [label for cell in cells for label in labels_in(cell)]
+    numbers = list(filter(NUMBERS.fullmatch, labels))
+    if 2 * len(numbers) > len(labels):
+        if any(len(text.split()) % 2 for text in labels):
+            return "has several numbers in a cell; if they are labels, write ; between them"
+        return "has pairs of numbers, as runs (RLE) of masks; if it is one, name it rle"
+    if 2 * len(list(filter(BOX.fullmatch, labels))) > len(labels):
+        return "has boxes around objects, not labels; add a column label"
+    is_known = column.lower() in LABEL_COLUMNS
+    most = max(9, len(labels) - 1) if is_known else len(labels) / 2
+    if len(set(labels)) > most:
+        return (
+            "has another value in nearly each row, but labels repeat; name theirs label"
+        )
+    return ""
+
+
+def labels_in(cell: Json) -> list[str]:
+    """Return the labels in a cell of CSV, or in a value of JSON."""
+    if isinstance(cell, list):
+        return list(map(str, cell))
+    return lists.labels_in("" if cell is None else str(cell), ";|")
 
 
 def labels_in_row(row: dict[str, Json], columns: Sequence[str]) -> list[str]:
     if len(columns) > 1:
-        return [column for column in columns if float(row[column] or 0) >= 0.5]
-    value = row.get(columns[0])
-    if isinstance(value, list):
-        return [str(each) for each in value]
-    words = re.split(r"[;|]", "" if value is None else str(value))
-    return [word.strip() for word in words if word.strip()]
+        return [column for column in columns if float(row[column])]
+    return labels_in(row.get(columns[0]))
 
 
 def blanks_in(
@@ -170,39 +204,32 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
     classes: set[str] = set()
     for name in names:
         rows = list(records(tree, name))
-        image = image_column(rows[0])
-        split = runs.split_column(rows)
-        columns = label_columns(rows, image)
-        if not columns:
-            raise UserError(
-                f"{tree.path(name)}: its columns are not 0 and 1 in each row; name the column of "
-                "the labels label, or correct them"
-            )
-        labelled.notes += runs.not_read(name, rows, (image, split, *columns))
-        labelled.notes += blanks_in(name, rows, columns)
-        for row in rows:
-            refuse_others(tree, name, columns[0], row.get(columns[0]))
+        image, part_column, columns = choose_columns(tree, name, rows)
+        cells = [row for _, row in rows]
+        labelled.notes += runs.not_read(
+            name, cells, (image, part_column, "group", *columns)
+        )
+        labelled.notes += blanks_in(name, cells, columns)
+        for number, row in rows:
+            where = f"{tree.path(name)}, line {number}"
             given = str(row.get(image) or "")
-            stated = part_of(str(row.get(split) or ""))
+            stated = lists.stated_part(row, part_column, where)
             path = None
             if given:
                 path, part = tree.find_sample(given, name, stated)
             if path is None:
                 labelled.skipped.add(not_there(name, given))
                 continue
-            try:
-                labels = tuple(sorted(set(labels_in_row(row, columns))))
-            except ValueError:
-                raise UserError(
-                    f"{tree.path(name)}: {given}: its labels are not 0 and 1; correct them"
-                ) from None
+            labels = tuple(sorted(set(labels_in_row(row, columns))))
             if of_image.setdefault(path, labels) != labels:
                 raise UserError(
-                    f"{tree.path(name)}: {given} comes twice, with other labels; remove one row, "
-                    "or write them into one, with ; between"
+                    f"{where}: {given} comes twice, with other labels; remove one row, or write "
+                    "them into one, with ; between"
                 )
             classes.update(labels)
-            labelled.samples.append(Sample(path, part, labels=labels))
+            group = str(row.get("group") or "")
+            labelled.samples.append(Sample(path, part, labels=labels, group=group))
+    refuse_alike(sorted(classes), tree.root)
     tree.count_unnamed(labelled)
     labelled.several = any(len(sample.labels) > 1 for sample in labelled.samples)
     if len(classes) > 1 and not labelled.several:

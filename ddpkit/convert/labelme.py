@@ -24,6 +24,7 @@ from ddpkit.convert.tree import Json, Tree, stem_of
 from ddpkit.errors import UserError
 
 NO_AREAS = ("line", "linestrip", "point", "points")
+BOXES = ("rectangle", "oriented_rectangle")
 
 
 def find_labelme(tree: Tree) -> list[str]:
@@ -97,10 +98,10 @@ def labelme_cover(mark: dict, kind: str, where: str) -> Area | list[np.ndarray]:
     points = to_points(mark.get("points"), where)
     if kind == "mask":
         return unpack_mask(mark.get("mask"), points, where)
-    # a box that has been turned has four points
-    if kind == "polygon" or (kind == "rectangle" and len(points) == 4):
+    # a box that has been turned, as LabelMe 6's oriented_rectangle, has four points
+    if kind == "polygon" or (kind in BOXES and len(points) == 4):
         return [points]
-    if kind == "rectangle" and len(points) == 2:
+    if kind in BOXES and len(points) == 2:
         return [box_outline(*points[0], *points[1])]
     if kind == "circle" and len(points) == 2:
         # its centre, and a point on it

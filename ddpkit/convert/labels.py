@@ -10,11 +10,12 @@ import numpy as np
 from ddpkit.data.format import VOID
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import places
+from ddpkit.vision.masks import VOID_NAMES
+from ddpkit.vision.names import seen
 
 PARTS = tuple(places.PARTS)  # train, val, test
+part_of = places.part_of
 BACKGROUND = "background"
-# Classes of these names are no classes: their pixels are void. In small letters.
-VOID_NAMES = {"void", "ignore", "ignored", "unlabeled", "unlabelled"}
 Size = tuple[int, int]  # height and width
 Color = tuple[int, int, int]
 
@@ -52,13 +53,14 @@ class Sample:
 
     part: train, val or test. draw: for segmentation, the size of the upright image, or None if
     Pillow cannot read it -> the mask, class numbers or VOID, uint8 (H, W). labels: for
-    classification, the names of its classes.
+    classification, the names of its classes. group: of images that belong together, or nothing.
     """
 
     image: Path
     part: str
     draw: Callable[[Size | None], np.ndarray] | None = None
     labels: tuple[str, ...] = ()
+    group: str = ""
 
 
 @dataclass
@@ -101,7 +103,15 @@ class ObjectClasses:
         self.names = [BACKGROUND]
         self.number_of = {BACKGROUND: 0}
         self.colors: list[Color] = []
-        for text in map(clean_name, names):
+        given_of: dict[str, str] = {}
+        for name in map(seen, map(str, names)):
+            text = clean_name(name)
+            given = given_of.setdefault(text, name)
+            if given != name and text != BACKGROUND:
+                raise UserError(
+                    f"classes {given} and {name} would both be {text}, as classes.txt has no = "
+                    "and #; rename one of them"
+                )
             if plain_name(text) in VOID_NAMES:
                 self.number_of[text] = VOID
             elif text not in self.number_of:
@@ -133,20 +143,10 @@ def plain_name(name: str) -> str:
 
 def clean_name(name: object) -> str:
     """Return a name as a line of classes.txt can have it: without = and #, and not empty."""
-    text = re.sub(r"[=#\s]+", " ", str(name)).strip()
+    text = re.sub(r"[=#\s]+", " ", seen(str(name))).strip()
     if plain_name(text) == BACKGROUND:
         return BACKGROUND
     return text or "unnamed"
-
-
-def part_of(name: str) -> str:
-    """Return which part a path belongs to, by its last folder or file that names one; or ""."""
-    for piece in reversed(re.split(r"[\\/]", name.lower())):
-        words = set(re.split(r"[^a-z]+", piece))
-        for part in reversed(PARTS):
-            if words & set(places.PARTS[part]):
-                return part
-    return ""
 
 
 def unused_classes(names: Sequence[str], used: Iterable[int]) -> list[str]:

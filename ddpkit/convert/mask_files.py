@@ -7,35 +7,32 @@ The masks themselves are read as training reads them.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ddpkit.convert.labels import (
-    VOID_NAMES,
+    Color,
     LabelledSet,
     LeftOut,
     ObjectClasses,
     Sample,
     Size,
-    clean_name,
     part_of,
-    plain_name,
 )
 from ddpkit.convert.objects import Entries, MarkedImage, draw_objects
 from ddpkit.convert.shapes import Area, Shape, Shapes
 from ddpkit.convert.tree import Tree, folder_of, key_of, stem_of
 from ddpkit.errors import UserError
-from ddpkit.vision import images, masks
+from ddpkit.vision import images, masks, pairing, places
 
 VOC_NAMES = """background aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog
     horse motorbike person pottedplant sheep sofa train tvmonitor"""
 VOC_MASKS = ("SegmentationClass", "SegmentationClassPNG")
 # In the order of the class numbers; 11 is void.
 CAMVID_NAMES = """Sky Building Pole Road Pavement Tree SignSymbol Fence Car Pedestrian Bicyclist
-    Unlabelled"""
+    void"""
 # id in labelIds, name, colour of those that count; the others are void
 CITYSCAPES = """
     7 road 128 64 128, 8 sidewalk 244 35 232, 11 building 70 70 70, 12 wall 102 102 156,
@@ -54,46 +51,77 @@ class Pair(NamedTuple):
     part: str
 
 
-def class_line(name: object, key: object) -> str:
-    """Return the line of classes.txt for a class, or for what is void by its name."""
-    text = clean_name(name)
-    return f"{'void' if plain_name(text) in VOID_NAMES else text} = {key}"
-
-
-def own_lines(tree: Tree) -> list[str]:
-    """Return the lines of the classes.txt that lies in the folder, as training takes them."""
-    return tree.lines("classes.txt") if "classes.txt" in tree.files else []
-
-
 Pairs = Iterator[Pair | LeftOut]
 
 
+def listed_classes(tree: Tree, folder: str) -> tuple[Sequence[str], Path]:
+    """Return the lines for the masks in a folder, as in classes.txt, and where they come from.
+
+    They are those of the list in the folder or nearest above it. A classes.txt adds values and
+    colours to those of another program, or replaces names alone.
+    """
+    inner = tree.path(folder)
+    above = [each for each in (inner, *inner.parents) if each.is_relative_to(tree.root)]
+    own = next(filter(Path.is_file, (each / "classes.txt" for each in above)), None)
+    other = next(filter(None, map(masks.find_list, above)), None)
+    lines = masks.read_lines(other) if other else []
+    added = masks.read_lines(own) if own else []
+    if added and not any("=" in line for line in lines):
+        lines = []
+    lines += [line for line in added if line not in lines]
+    return lines, other or own or tree.path("classes.txt")
+
+
 def read_pairs(
-    lines: Sequence[str], where: Path, folders: Iterable[Pairs]
+    tree: Tree,
+    folders: Iterable[str],
+    pairs_in: Callable,
+    lines_for: Callable = lambda *_: (),
+    draw: Callable = masks.read_mask,
 ) -> LabelledSet:
-    """Return the set of these masks. lines: as in classes.txt. where: what they come from."""
-    labels = masks.parse(lines, where)
-    labelled = LabelledSet([], list(labels))
-    if labels.colors is not None:
-        labelled.colors = [(int(r), int(g), int(b)) for r, g, b in labels.colors]
-    return add_pairs(labelled, folders, partial(draw_file, labels))
+    """Return the set of the masks in folders, each with the classes that its folder lists.
+
+    pairs_in: the tree, a folder -> Pairs. lines_for: likewise, the lines of a folder without a
+    list, as in classes.txt. draw: path of a mask, its labels -> the mask.
+    """
+    labelled = LabelledSet([])
+    color_of: dict[str, Color] = {}
+    for folder in folders:
+        lines, where = listed_classes(tree, folder)
+        labels = masks.parse(lines or lines_for(tree, folder), where)
+        labelled.names = list(dict.fromkeys([*labelled.names, *labels]))
+        rgb = [] if labels.colors is None else labels.colors.tolist()
+        for name, (red, green, blue) in zip(labels, rgb, strict=False):
+            color_of.setdefault(name, (red, green, blue))
+        # by class number in the folder; what is void stays so
+        numbers = np.full(256, masks.VOID, np.uint8)
+        numbers[: len(labels)] = [labelled.names.index(name) for name in labels]
+        read = partial(draw_file, draw, labels, numbers)
+        add_pairs(labelled, pairs_in(tree, folder), read)
+    # all have one, and each another
+    if len({*color_of.values()}) == len(labelled.names):
+        labelled.colors = [color_of[name] for name in labelled.names]
+    return labelled
 
 
-def add_pairs(
-    labelled: LabelledSet, folders: Iterable[Pairs], draw: Callable
-) -> LabelledSet:
-    """Return the set with samples of the pairs. draw: path of a mask, size of the image -> mask."""
-    for pair in chain.from_iterable(folders):
+def draw_file(
+    draw: Callable,
+    labels: masks.Labels,
+    numbers: np.ndarray,
+    path: Path,
+    size: Size | None,
+) -> np.ndarray:
+    return same_size(numbers[draw(str(path), labels)], size, path)
+
+
+def add_pairs(labelled: LabelledSet, pairs: Pairs, draw: Callable) -> None:
+    """Add samples of the pairs to the set. draw: path of a mask, size of the image -> mask."""
+    for pair in pairs:
         if isinstance(pair, LeftOut):
             labelled.skipped.add(pair)
         else:
             sample = Sample(pair.image, pair.part, partial(draw, pair.mask))
             labelled.samples.append(sample)
-    return labelled
-
-
-def draw_file(labels: masks.Labels, path: Path, size: Size | None) -> np.ndarray:
-    return same_size(masks.read_mask(str(path), labels), size, path)
 
 
 def same_size(mask: np.ndarray, size: Size | None, path: Path) -> np.ndarray:
@@ -109,18 +137,33 @@ def same_size(mask: np.ndarray, size: Size | None, path: Path) -> np.ndarray:
 def read_inside(path: Path, size: Size | None = None) -> np.ndarray:
     """Return bool (H, W): what is not black in a mask of one class, or opaque in a clear one."""
     image = images.read_stored(str(path))
-    channel = "A" if "A" in image.getbands() else "L"
-    if channel == "A" and image.getchannel("A").getextrema()[0] == 255:
-        channel = "L"
-    values = np.array(image.getchannel("A") if channel == "A" else image.convert("L"))
+    shown = image.convert("L")
+    if "A" in image.getbands() and image.getchannel("A").getextrema()[0] < 255:
+        shown = image.getchannel("A")
+    values = np.array(shown)
     # the edges of a JPEG, or smoothed ones
-    threshold = 127 if values.max(initial=0) > 127 else 0
+    is_lossy = image.format in masks.LOSSY
+    threshold = 127 if is_lossy or values.max(initial=0) > 127 else 0
     return same_size(values > threshold, size, path)
 
 
-def folders_named(tree: Tree, *names: str) -> list[str]:
-    """Return the folders whose last part is one of these names."""
-    return [folder for folder in tree.folders if folder.rpartition("/")[2] in names]
+def folders_of_masks(tree: Tree) -> list[tuple[str, str]]:
+    """Return the folders of images and of their masks that lie side by side, by training's names.
+
+    Such as images and masks, train_images and train_masks, or train and trainannot.
+    """
+    folder_of_role = {}
+    for folder in tree.folders:
+        parent, _, name = folder.rpartition("/")
+        folder_of_role[parent, places.role_of(name)] = folder
+    folders = []
+    for (parent, role), of_masks in folder_of_role.items():
+        of_images = folder_of_role.get((parent, places.Role(role.part, "images")))
+        if not of_images and role.part:
+            of_images = folder_of_role.get((parent, places.Role(role.part)))
+        if of_images and role.kind == "masks":
+            folders.append((of_images, of_masks))
+    return folders
 
 
 def join(folder: str, name: str) -> str:
@@ -128,21 +171,29 @@ def join(folder: str, name: str) -> str:
 
 
 def match_masks(
-    tree: Tree, image_of: Mapping[str, str], key_of_mask: Mapping[str, str], part: str
+    tree: Tree, image_of: Mapping[str, str], mask_of: Mapping[str, str], part: str
 ) -> Pairs:
     """Yield the masks with their images, and what has no partner.
 
-    image_of: images by their keys, as `tree.keyed` makes them. key_of_mask: of the image of each.
+    image_of, mask_of: files by their names, as `tree.keyed` makes them, which may differ by a rule.
     """
-    for mask, key in key_of_mask.items():
-        if key in image_of:
-            yield Pair(tree.path(image_of[key]), tree.path(mask), part or "train")
-        else:
+    mask_with, _ = pairing.match_names(image_of, mask_of)
+    for name, mask in mask_of.items():
+        if name not in mask_with.values():
             yield LeftOut("masks without an image", mask)
-    keys = set(key_of_mask.values())
-    for key, image in image_of.items():
-        if key not in keys:
+    for name, image in image_of.items():
+        if name in mask_with:
+            mask = mask_of[mask_with[name]]
+            yield Pair(tree.path(image), tree.path(mask), part or "train")
+        else:
             yield LeftOut("images without a mask", image)
+
+
+def match_folders(tree: Tree, of_images: str, of_masks: str) -> Pairs:
+    """Yield the masks of a folder with the images of another one, and what has no partner."""
+    image_of = tree.keyed(of_images, tree.in_folder(of_images))
+    mask_of = tree.keyed(of_masks, tree.in_folder(of_masks))
+    return match_masks(tree, image_of, mask_of, part_of(of_images))
 
 
 # Pascal VOC: JPEGImages/a.jpg, SegmentationClass/a.png, whose palette numbers the classes or shows
@@ -152,39 +203,36 @@ def match_masks(
 
 def find_voc(tree: Tree) -> list[str]:
     """Return the folders that have JPEGImages and masks, and no list of CVAT's."""
-    parents = [folder_of(folder) for folder in folders_named(tree, "JPEGImages")]
-    return [
-        parent
-        for parent in parents
-        if any(join(parent, each) in tree.folders for each in VOC_MASKS)
-        and join(parent, "labelmap.txt") not in tree.files
-    ]
+    parents = []
+    for folder in tree.folders:
+        parent, _, name = folder.rpartition("/")
+        is_cvat = join(parent, "labelmap.txt") in tree.names
+        if name == "JPEGImages" and voc_mask_folder(tree, parent) and not is_cvat:
+            parents.append(parent)
+    return parents
 
 
 def find_cvat_masks(tree: Tree) -> list[str]:
     """Return the lists of colours that lie beside masks."""
-    return [
-        name
-        for name in tree.files_named("labelmap.txt")
-        if join(folder_of(name), VOC_MASKS[0]) in tree.folders
-    ]
+    maps = tree.files_named("labelmap.txt")
+    return [name for name in maps if voc_mask_folder(tree, folder_of(name))]
 
 
 def read_voc(tree: Tree, parents: Sequence[str]) -> LabelledSet:
-    names = join(parents[0], "class_names.txt")  # LabelMe writes it
-    lines = own_lines(tree)
-    if not lines and names in tree.files:
-        lines = [class_line(each, n) for n, each in enumerate(tree.lines(names))]
-    if not lines:
-        listed = VOC_NAMES.split()
-        lines = [class_line(each, n) for n, each in enumerate(listed)]
-        first = next(iter(tree.in_folder(voc_mask_folder(tree, parents[0]))), "")
-        if first and images.read_stored(str(tree.path(first))).mode == "RGB":
-            numbers = [*range(len(listed)), masks.VOID]
-            colors = ["{} {} {}".format(*voc_color(number)) for number in numbers]
-            lines = list(map(class_line, [*listed, "void"], colors))
-    folders = (voc_pairs(tree, parent) for parent in parents)
-    return read_pairs(lines, tree.path(names), folders)
+    return read_pairs(tree, parents, voc_pairs, voc_lines)
+
+
+def voc_lines(tree: Tree, parent: str) -> Sequence[str]:
+    """Return VOC's own classes, with their colours if the masks show these."""
+    names = VOC_NAMES.split()
+    first = next(iter(tree.in_folder(voc_mask_folder(tree, parent))), "")
+    if not first or images.read_stored(str(tree.path(first))).mode != "RGB":
+        return names
+    numbers = [*range(len(names)), masks.VOID]
+    return [
+        "{} = {} {} {}".format(name, *voc_color(number))
+        for name, number in zip([*names, "void"], numbers, strict=True)
+    ]
 
 
 def voc_color(number: int) -> tuple[int, int, int]:
@@ -198,25 +246,11 @@ def voc_color(number: int) -> tuple[int, int, int]:
 
 def voc_mask_folder(tree: Tree, parent: str) -> str:
     folders = [join(parent, each) for each in VOC_MASKS]
-    return next(folder for folder in folders if folder in tree.folders)
+    return next((folder for folder in folders if folder in tree.folders), "")
 
 
 def read_cvat_masks(tree: Tree, maps: Sequence[str]) -> LabelledSet:
-    lines = []
-    for number, line in enumerate(tree.lines(maps[0]), 1):
-        if line.startswith("#"):
-            continue
-        match = re.match(r"([^:]+):(\d+),(\d+),(\d+)(:|$)", line)
-        if not match:
-            raise UserError(
-                f"{tree.path(maps[0])}, line {number}: expected NAME:R,G,B::, not {line}; "
-                "correct it"
-            )
-        lines.append(class_line(match[1], f"{match[2]} {match[3]} {match[4]}"))
-    # as the message about a colour that is none of them says
-    lines += [line for line in own_lines(tree) if line not in lines]
-    folders = (voc_pairs(tree, folder_of(name)) for name in maps)
-    return read_pairs(lines, tree.path(maps[0]), folders)
+    return read_pairs(tree, map(folder_of, maps), voc_pairs)
 
 
 def voc_pairs(tree: Tree, parent: str) -> Pairs:
@@ -268,12 +302,12 @@ def voc_lists(tree: Tree, parent: str) -> tuple[dict[str, list[str]], list[str]]
     for stem in [stem for stem in names_in if stem.isalpha() and part_of(stem)]:
         lists.setdefault(part_of(stem), []).extend(names_in.pop(stem))
 
-    used = {name for names in lists.values() for name in names}
-    rest = [name for name in both if name not in used]
-    if rest:
-        lists.setdefault("val" if "train" in lists else "train", []).extend(rest)
-        used.update(rest)
-    known = set(lists)
+    def add_rest(part: str, names: Sequence[str]) -> None:
+        used = set().union(*lists.values())
+        lists.setdefault(part, []).extend(name for name in names if name not in used)
+
+    add_rest("val" if "train" in lists else "train", both)
+    known = {part for part, names in lists.items() if names}
     others = []
     for stem, names in names_in.items():
         # such as train_aug, or CVAT's default
@@ -281,8 +315,7 @@ def voc_lists(tree: Tree, parent: str) -> tuple[dict[str, list[str]], list[str]]
         if part in known:
             others.append(f"{folder}/{stem}.txt")
         else:
-            own = [name for name in names if name not in used]
-            lists.setdefault(part, []).extend(own)
+            add_rest(part, names)
     return {part: names for part, names in lists.items() if names}, others
 
 
@@ -303,11 +336,11 @@ def read_cityscapes(tree: Tree, names: Sequence[str]) -> LabelledSet:
         numbers = [int(number) for number, *_ in CITY_CLASSES]
     lines = []
     for number, (_, name, *_) in zip(numbers, CITY_CLASSES, strict=True):
-        lines.append(class_line(name, number))
+        lines.append(f"{name} = {number}")
     others = set(range(CITY_IDS)) - set(numbers)
     lines += [f"void = {number}" for number in (*sorted(others), masks.VOID)]
     pairs = city_pairs(tree, [name for name in names if name.endswith(f"_{kind}")])
-    labelled = read_pairs(lines, tree.root, [pairs])
+    labelled = read_pairs(tree, [""], lambda *_: pairs, lambda *_: lines)
     labelled.colors = [(int(r), int(g), int(b)) for _, _, r, g, b in CITY_CLASSES]
     return labelled
 
@@ -328,25 +361,21 @@ def city_pairs(tree: Tree, names: Sequence[str]) -> Pairs:
 # images/a.png, labels/a_P.png, codes.txt with a class a line, valid.txt (fast.ai's camvid)
 
 
-def find_camvid(tree: Tree) -> list[str]:
-    """Return the folders of masks."""
-    folders = []
-    for folder in tree.folders:
-        of_images = folder.removesuffix("annot")
-        if of_images != folder and of_images in tree.folders and part_of(of_images):
-            folders.append(folder)
-    if not folders and "codes.txt" in tree.files and "labels" in tree.folders:
-        folders = ["labels"]
-    return folders
+def find_camvid(tree: Tree) -> list[tuple[str, str]]:
+    """Return the folders of images and of masks."""
+    folders = folders_of_masks(tree)
+    if "codes.txt" in tree.files and ("images", "labels") in folders:
+        return [("images", "labels")]
+    return [each for each in folders if each[1] == f"{each[0]}annot"]
 
 
-def read_camvid(tree: Tree, folders: Sequence[str]) -> LabelledSet:
-    names = CAMVID_NAMES.split()
-    if "codes.txt" in tree.files:
-        names = tree.lines("codes.txt")
-    lines = own_lines(tree) or [class_line(each, n) for n, each in enumerate(names)]
-    pairs = (camvid_pairs(tree, folder) for folder in folders)
-    labelled = read_pairs(lines, tree.root / "classes.txt", pairs)
+def read_camvid(tree: Tree, folders: Sequence[tuple[str, str]]) -> LabelledSet:
+    images_of = {of_masks: of_images for of_images, of_masks in folders}
+
+    def pairs_in(tree: Tree, folder: str) -> Pairs:
+        return match_folders(tree, images_of[folder], folder)
+
+    labelled = read_pairs(tree, images_of, pairs_in, lambda *_: CAMVID_NAMES.split())
     if "valid.txt" in tree.files:
         held_out = {stem_of(line) for line in tree.lines("valid.txt")}
         for sample in labelled.samples:
@@ -355,18 +384,6 @@ def read_camvid(tree: Tree, folders: Sequence[str]) -> LabelledSet:
             if stem in held_out or stem_of(stem) in held_out:
                 sample.part = "val"
     return labelled
-
-
-def camvid_pairs(tree: Tree, folder: str) -> Pairs:
-    of_images = folder.removesuffix("annot") if folder != "labels" else "images"
-    image_of = tree.keyed(of_images, tree.in_folder(of_images))
-    key_of_mask = {}
-    for name in tree.in_folder(folder):
-        key = key_of(name, folder)
-        if key not in image_of:
-            key = key.removesuffix("_P").removesuffix("_L")
-        key_of_mask[name] = key
-    return match_masks(tree, image_of, key_of_mask, part_of(of_images))
 
 
 # Roboflow's "Semantic Segmentation Masks": a.jpg, a_mask.png, and _classes.csv with lines such as
@@ -378,76 +395,67 @@ def find_roboflow(tree: Tree) -> list[str]:
 
 
 def read_roboflow(tree: Tree, names: Sequence[str]) -> LabelledSet:
-    value_of: dict[str, str] = {}
-    for name in names:
-        for row in tree.rows(name):
-            value_of[row.get("Pixel Value", "")] = row.get("Class", "")
-    lines = [class_line(label, value) for value, label in value_of.items()]
-    pairs = (roboflow_pairs(tree, folder_of(name)) for name in names)
-    return read_pairs(lines, tree.path(names[0]), pairs)
+    return read_pairs(tree, map(folder_of, names), roboflow_pairs)
 
 
 def roboflow_pairs(tree: Tree, folder: str) -> Pairs:
     own = tree.in_folder(folder)
-    key_of_mask = {
-        name: key_of(name, folder).removesuffix("_mask")
-        for name in own
-        if stem_of(name).endswith("_mask")
-    }
-    image_of = tree.keyed(folder, [name for name in own if name not in key_of_mask])
-    return match_masks(tree, image_of, key_of_mask, part_of(folder))
+    of_masks = [name for name in own if places.is_beside(name)]
+    image_of = tree.keyed(folder, [name for name in own if name not in of_masks])
+    return match_masks(tree, image_of, tree.keyed(folder, of_masks), part_of(folder))
 
 
 # A folder per class: images/a.jpg, and masks/cat/a.png, masks/dog/a.png in black and white
 
 
-def find_class_masks(tree: Tree) -> list[tuple[str, list[str]]]:
-    """Return each folder of images and masks, with the names of the classes."""
+def find_class_masks(tree: Tree) -> list[tuple[str, str, list[str]]]:
+    """Return each folder of images, that of their masks, and the names of the classes in it."""
     folders = []
-    for folder in folders_named(tree, "masks"):
-        parent = folder_of(folder)
-        images_there = join(parent, "images")
-        start = len(folder) + 1
-        inner = {each[start:].partition("/")[0] for each in tree.in_folder(folder)}
-        classes = sorted(each for each in inner if join(folder, each) in tree.folders)
-        # else the masks lie in folders as the images do
-        shared = any(join(images_there, each) in tree.folders for each in classes)
-        are_all = len(classes) == len(inner) and not any(map(part_of, classes))
-        if classes and are_all and not shared and images_there in tree.folders:
-            folders.append((parent, classes))
+    for of_images, of_masks in folders_of_masks(tree):
+        keys = [key_of(each, of_masks) for each in tree.in_folder(of_masks)]
+        classes = sorted({key.partition("/")[0] for key in keys})
+        # else the masks lie in folders as the images do, or in those of parts
+        are_classes = not any(
+            part_of(each) or join(of_images, each) in tree.folders for each in classes
+        )
+        if keys and all("/" in key for key in keys) and are_classes:
+            folders.append((of_images, of_masks, classes))
     return folders
 
 
 def read_class_masks(
-    tree: Tree, folders: Sequence[tuple[str, list[str]]]
+    tree: Tree, folders: Sequence[tuple[str, str, list[str]]]
 ) -> LabelledSet:
-    classes = ObjectClasses(sorted({name for _, names in folders for name in names}))
-    entries = (read_folder(tree, parent, names, classes) for parent, names in folders)
+    classes = ObjectClasses(sorted({name for *_, names in folders for name in names}))
+    entries = (read_folder(tree, classes, *each) for each in folders)
     return draw_objects(tree, classes, entries)
 
 
 def read_folder(
-    tree: Tree, parent: str, names: Sequence[str], classes: ObjectClasses
+    tree: Tree,
+    classes: ObjectClasses,
+    of_images: str,
+    of_masks: str,
+    names: Sequence[str],
 ) -> Entries:
-    key_of_mask = {}
-    class_of = {}
-    for name in names:
-        folder = join(parent, f"masks/{name}")
-        for mask in tree.in_folder(folder):
-            key_of_mask[mask] = key_of(mask, folder)
-            class_of[tree.path(mask)] = classes.number(name, mask)
-    of_images = join(parent, "images")
     image_of = tree.keyed(of_images, tree.in_folder(of_images))
-    masks_of: dict[Path, list[tuple[int, Path]]] = {}
-    for pair in match_masks(tree, image_of, key_of_mask, part_of(parent)):
-        if isinstance(pair, LeftOut):
-            yield pair
+    masks_of: dict[str, list[tuple[int, Path]]] = {key: [] for key in image_of}
+    for name in names:
+        folder = join(of_masks, name)
+        for mask in tree.in_folder(folder):
+            key = key_of(mask, folder)
+            if key in image_of:
+                number = classes.number(name, mask)
+                masks_of[key].append((number, tree.path(mask)))
+            else:
+                yield LeftOut("masks without an image", mask)
+    part = part_of(of_images) or "train"
+    for key, own in masks_of.items():
+        image = tree.path(image_of[key])
+        if own:
+            yield MarkedImage(image, part, str(image), partial(class_shapes, own))
         else:
-            own = masks_of.setdefault(pair.image, [])
-            own.append((class_of[pair.mask], pair.mask))
-    part = part_of(parent) or "train"
-    for image, own in masks_of.items():
-        yield MarkedImage(image, part, str(image), partial(class_shapes, own))
+            yield LeftOut("images without a mask", image_of[key])
 
 
 def class_shapes(own: Sequence[tuple[int, Path]], size: Size) -> Shapes:

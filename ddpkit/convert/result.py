@@ -166,7 +166,7 @@ def write_masks(
         draw = sample.draw
         try:
             size = size_of(sample.image)
-        except (OSError, ValueError, UnidentifiedImageError) as error:
+        except (OSError, ValueError) as error:
             reason = f"images that cannot be opened ({type(error).__name__})"
             labelled.skipped.leave_out(reason, sample.image)
             return sample.part, []
@@ -224,16 +224,26 @@ def write_images(
         path = put_image(sample.image, place / name)
         # an image without any label has the separator alone
         label = folders.SEPARATOR.join(sample.labels) or folders.SEPARATOR
-        rows[sample.part].append([path.relative_to(folder).as_posix(), label])
+        name = path.relative_to(folder).as_posix()
+        rows[sample.part].append([name, label, sample.group or name])
         counts[sample.part] += 1
+    has_groups = any(sample.group for sample, _ in named)
+    columns = ["file", "label", "group"]
     for part, listed in rows.items():
         if listed and not by_folder:
-            text = io.StringIO()
-            writer = csv.writer(text, lineterminator="\n")
-            writer.writerow(["file", "label"])
-            writer.writerows(listed)
-            write_text(folder / f"{part}.csv", text.getvalue())
+            write_list(folder / f"{part}.csv", columns[: 2 + has_groups], listed)
+    if by_folder and has_groups:
+        all_rows = [[row[0], row[2]] for listed in rows.values() for row in listed]
+        write_list(folder / "groups.csv", ["file", "group"], all_rows)
     return counts
+
+
+def write_list(path: Path, columns: Sequence[str], rows: Sequence[list[str]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(row[: len(columns)] for row in rows)
+    write_text(path, text.getvalue())
 
 
 def folder_name(label: str) -> str:
@@ -268,7 +278,8 @@ def void_color(colors: list[Color]) -> Color:
 def size_of(path: Path) -> Size | None:
     """Return height and width of an image, upright; None of a TIFF that Pillow does not read."""
     if path.suffix.lower() == ".npy":
-        height, width = np.load(path, mmap_mode="r").shape[:2]
+        with files.open_file(path) as file:
+            height, width = np.load(file).shape[:2]
         return height, width
     try:
         with images.open_header(path) as file:
@@ -293,7 +304,7 @@ def put_image(source: Path, target: Path) -> Path:
             raise
         except OSError:  # another disk, or one without hard links
             # never into a file that is there: it may be a link to an image of the source
-            with open(real, "rb") as image, open(path, "xb") as copy:
+            with files.open_file(real) as image, open(path, "xb") as copy:
                 shutil.copyfileobj(image, copy)
     except FileExistsError:
         raise UserError(

@@ -122,7 +122,7 @@ def to_points(values: object, where: str) -> np.ndarray:
     try:
         flat = np.array(values, np.float64).reshape(-1)
         points = flat.reshape(-1, 2)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         points = np.full((1, 2), np.nan)
     if not np.isfinite(points).all():
         raise UserError(
@@ -204,18 +204,25 @@ def fill_pairs(
     inside = np.zeros(height * width, bool)
     try:
         numbers = np.array([int(float(word)) for word in text.split()], np.int64)
-        pairs = numbers.reshape(-1, 2)
-    except ValueError:
+        pairs = numbers.reshape(-1, 2).tolist()
+    except (ValueError, OverflowError):
         raise UserError(
             f"{where}: its runs (RLE) are no pairs of START LENGTH; repair or remove the row"
         ) from None
+    end = 0
     for start, length in pairs:
         if start < 1 or length < 0 or start - 1 + length > len(inside):
             raise UserError(
                 f"{where}: the run {start} {length} (RLE) does not fit into the {width} x "
                 f"{height} pixels of the image; is it of another size?"
             )
-        inside[start - 1 : start - 1 + length] = True
+        if start <= end:
+            raise UserError(
+                f"{where}: the starts of its runs (RLE) do not rise, or runs overlap; if they "
+                "count from the end of the run before, as SIIM-ACR's do, add them up"
+            )
+        end = start - 1 + length
+        inside[start - 1 : end] = True
     return inside.reshape(size, order="F" if by_columns else "C")
 
 

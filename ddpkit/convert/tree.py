@@ -1,18 +1,18 @@
 """What lies in a folder of images and labels, read once."""
 
-import csv
 import functools
-import io
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddpkit import files
-from ddpkit.convert.labels import LabelledSet, part_of
-from ddpkit.errors import UserError, reason_of
-from ddpkit.vision import folders
+from ddpkit.convert.labels import LabelledSet
+from ddpkit.errors import UserError
+from ddpkit.vision import folders, lists
+from ddpkit.vision.names import seen
+from ddpkit.vision.places import part_of
 
 ENDINGS = folders.EXTENSIONS | {".npy"}  # of images
 # Folders that say nothing about which image is meant. In small letters.
@@ -84,11 +84,11 @@ class Tree:
 
     @functools.cached_property
     def images_by_name(self) -> dict[str, list[str]]:
-        """The images by the last part of their names, with and without the ending."""
+        """The images by the last part of their names, as it looks, with and without the ending."""
         images: dict[str, list[str]] = {}
         for name in self.in_folder(""):
             for key in (name.rpartition("/")[2], stem_of(name)):
-                images.setdefault(key, []).append(name)
+                images.setdefault(seen(key), []).append(name)
         return images
 
     def find_sample(
@@ -123,13 +123,10 @@ class Tree:
         """
         given = slashes(given)
         beside = self.path(near).parent / given
-        if ending_of(given) in ENDINGS and beside.is_file():
+        if ending_of(given) in ENDINGS and os.path.isfile(beside):
+            self.refuse_outside(beside, near)
             return beside
-        last = given.rpartition("/")[2]
-        # the second is for x.tif as x.png, after somebody has saved the images anew
-        named = self.images_by_name.get(last) or self.images_by_name.get(
-            without_ending(last), []
-        )
+        named = self.named_as(given)
         images = [name for name in named if self.may_be(name, given, near, part)]
         if not images:
             return None
@@ -155,10 +152,55 @@ class Tree:
             )
         return self.path(image)
 
-    def has_image(self, given: str) -> bool:
-        """Return whether an image is there, in any folder, that may be the one named `given`."""
-        last = slashes(given).rpartition("/")[2]
-        return last in self.images_by_name
+    def named_as(self, given: str) -> list[str]:
+        """Return the images in any folder that have the name of `given`, with or without ending."""
+        last = seen(slashes(given).rpartition("/")[2])
+        # the second is for x.tif as x.png, after somebody has saved the images anew
+        images = self.images_by_name
+        return images.get(last) or images.get(without_ending(last), [])
+
+    def image_column(self, path: Path, rows: Sequence[dict[str, Json]]) -> str:
+        """Return the column of a table whose cells name images that are there; "" if none does.
+
+        path: of the table. Raises a UserError if two columns name images otherwise.
+        """
+        # by column: the image of each row, or ""
+        names_of: dict[str, list[str]] = {}
+        for column in filter(None, rows[0] if rows else ()):
+            cells = [slashes(str(row.get(column))) for row in rows]
+            names_of[column] = [cell if self.named_as(cell) else "" for cell in cells]
+        # 1.jpg is a name, where 1 may be any number
+        exact = {
+            column: names
+            for column, names in names_of.items()
+            if any(ending_of(name) in ENDINGS for name in names)
+        }
+        names_of = exact or names_of
+        # 0 and 1 are answers, too
+        count_of = {
+            each: len({*names} - {"", "0", "1"}) for each, names in names_of.items()
+        }
+        best = max(count_of, key=count_of.__getitem__, default="")
+        for column, names in names_of.items():
+            if 2 * count_of[column] <= count_of[best]:
+                continue
+            for one, other in zip(names_of[best], names, strict=True):
+                if one and other and not may_be_same(one, other):
+                    raise UserError(
+                        f"{path}: {best} and {column} may each name the images, {one} and {other} "
+                        "in one row; remove the wrong column, or write the endings of the files "
+                        "in the right one"
+                    )
+        return best if any(names_of.get(best, ())) else ""
+
+    def refuse_outside(self, path: Path, near: str) -> None:
+        """Raise a UserError of a path that `near` names beyond the source, of whatever is there."""
+        ends = os.path.abspath(path), os.path.abspath(self.root)
+        if os.path.commonpath(ends) != ends[1]:
+            raise UserError(
+                f"{self.path(near)}: names {path}, outside of {self.root}; copy or link the images "
+                "into it, or name the folder around both"
+            )
 
     def may_be(self, name: str, given: str, near: str, part: str) -> bool:
         """Return whether an image of the right name lies where `given` and `part` say."""
@@ -207,20 +249,8 @@ class Tree:
                 labelled.skipped.leave_out("images without labels", name)
 
     def keyed(self, folder: str, names: Iterable[str]) -> dict[str, str]:
-        """Return the images of a folder by their paths in it, without endings.
-
-        Raises a UserError if two have the same one, because a mask is of one of them.
-        """
-        image_of: dict[str, str] = {}
-        for name in names:
-            key = key_of(name, folder)
-            if key in image_of:
-                raise UserError(
-                    f"{self.path(name)} and {image_of[key]} have the same name, and masks are "
-                    "found by it; rename or remove one of them"
-                )
-            image_of[key] = name
-        return image_of
+        """Return the images of a folder by their paths in it, without endings; each has its own."""
+        return folders.index_by_name([(name, key_of(name, folder)) for name in names])
 
     @functools.cached_property
     def jsons(self) -> dict[str, Json]:
@@ -228,12 +258,9 @@ class Tree:
         contents: dict[str, Json] = {}
         for name in self.with_ending(".json"):
             try:
-                content = json.loads(files.read_file(self.path(name)))
-            except (ValueError, RecursionError) as error:
-                content = UserError(
-                    f"{self.path(name)}: no JSON ({reason_of(error)}); repair or remove it",
-                    "tree.jsons",
-                )
+                content = files.parse(self.path(name), json.loads, "JSON")
+            except UserError as error:
+                content = error
             if isinstance(content, dict):
                 content.pop("imageData", None)  # LabelMe's copy of the image
             contents[name] = content
@@ -246,12 +273,7 @@ class Tree:
                 raise content
 
     def text(self, name: str) -> str:
-        try:
-            return files.read_file(self.path(name)).decode("utf-8-sig")
-        except UnicodeDecodeError:
-            raise UserError(
-                f"{self.path(name)}: is not in UTF-8; save it as UTF-8"
-            ) from None
+        return files.read_text(self.path(name))
 
     def lines(self, name: str) -> list[str]:
         """Return the lines of a text file that are not empty, without blanks around them."""
@@ -269,27 +291,12 @@ class Tree:
 
     def rough_rows(self, name: str) -> Iterator[dict[str, str]]:
         """Yield the rows of a CSV file that may not be one of labels: of any encoding."""
-        text = files.read_file(self.path(name)).decode("utf-8-sig", "replace")
-        return split_rows(text)
+        text = files.read_text(self.path(name), "replace")
+        return (row for _, row in lists.parse_rows(text))
 
     def rows(self, name: str) -> Iterator[dict[str, str]]:
         """Yield the rows of a CSV file, with the blanks around names and values removed."""
-        return split_rows(self.text(name))
-
-
-def split_rows(text: str) -> Iterator[dict[str, str]]:
-    first = text.partition("\n")[0]
-    # a list of runs has blanks within
-    separator = max(",;\t", key=first.count)
-    csv.field_size_limit(2**31 - 1)  # runs of a large mask are one cell
-    for row in csv.DictReader(io.StringIO(text, newline=""), delimiter=separator):
-        values = {
-            (key or "").strip(): (value or "").strip()
-            for key, value in row.items()
-            if isinstance(value, str | None)
-        }
-        if any(values.values()):
-            yield values
+        return (row for _, row in lists.read_rows(self.path(name)))
 
 
 def ending_of(name: str) -> str:
@@ -316,8 +323,8 @@ def slashes(given: str) -> str:
 
 def common_end(name: str, given: str) -> int:
     """Return how many of the last parts of two paths are equal; the last one counts as equal."""
-    own = folder_of(name).split("/")
-    other = folder_of(given).split("/")
+    own = folder_of(seen(name)).split("/")
+    other = folder_of(seen(given)).split("/")
     count = 1
     while own and other and own.pop() == other.pop() != "":
         count += 1
@@ -342,6 +349,6 @@ def special_names(folder: str, same: int) -> set[str]:
 
     same: what `common_end` returns.
     """
-    pieces = folder.lower().split("/")
+    pieces = seen(folder).lower().split("/")
     rest = pieces[: len(pieces) - same + 1]
     return {each for each in rest if each not in USUAL and not part_of(each)}

@@ -19,10 +19,11 @@ from ddpkit.convert.labels import LabelledSet, LeftOut, ObjectClasses, Size
 from ddpkit.convert.objects import Entries, MarkedImage, draw_objects, not_there
 from ddpkit.convert.shapes import Shape, Shapes
 from ddpkit.convert.tree import Json, Tree, ending_of, slashes, stem_of
-from ddpkit.errors import UserError, reason_of
+from ddpkit.errors import UserError
 
 NUMBER = re.compile(r"-?\d*\.?\d+(e-?\d+)?")
 PART_KEYS = (("train", "train"), ("val", "val"), ("valid", "val"), ("test", "test"))
+MOST_BRACKETS = 2000  # in a YAML file: of more in each other it takes hours
 
 
 def find_yolo(tree: Tree) -> list[str]:
@@ -49,7 +50,7 @@ def find_class_lists(tree: Tree) -> list[str]:
 
 
 def first_words(tree: Tree, name: str) -> list[str]:
-    text = files.read_file(tree.path(name)).decode("utf-8-sig", "replace")
+    text = files.read_text(tree.path(name), "replace")
     return text.strip().partition("\n")[0].split()
 
 
@@ -60,17 +61,26 @@ def read_yaml(tree: Tree, name: str) -> Json:
         raise UserError(
             f"{tree.path(name)}: reading it needs one more package: python -m pip install pyyaml"
         ) from None
-    try:
-        return yaml.safe_load(files.read_file(tree.path(name)))
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(
-            f"{tree.path(name)}: no YAML ({reason_of(error)}); repair or remove it"
-        ) from None
+
+    def read_content(content: bytes) -> Json:
+        if content.count(b"[") + content.count(b"{") > MOST_BRACKETS:
+            raise ValueError("too many brackets")
+        return yaml.safe_load(content)
+
+    path = tree.path(name)
+    content = files.parse(path, read_content, "YAML", most=files.OF_NOTES)
+    files.check_size(path, content)  # references to references may stand for gigabytes
+    return content
 
 
 def read_yolo(tree: Tree, names: Sequence[str]) -> LabelledSet:
     name = names[0]
     content = read_list(tree, names) if is_list(name) else read_yaml(tree, name)
+    if "kpt_shape" in content:
+        raise UserError(
+            f"{tree.path(name)}: key points (kpt_shape), which have no inside; segmentation needs "
+            "outlines: export the project's segments"
+        )
     given = content.get("names") or range(int(content["nc"]))
     numbered = given.items() if isinstance(given, dict) else enumerate(given)
     class_of = {int(number): str(text) for number, text in numbered}

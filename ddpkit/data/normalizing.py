@@ -64,21 +64,21 @@ def format_of(loader: object) -> Format:
 
 def move(batch: object, device: torch.device, format: Format) -> tuple:
     """Return a batch, which has travelled as uint8, on `device`, as `eval_batches` describes it."""
-    images, _, *others = unpack(batch)
+    images, targets, *others = unpack(batch)
     normalized = normalize_images(_moved(images, device), format)
     moved = [_moved(each, device) for each in others]
-    return Batch([normalized, targets_of(batch, device), *moved])
+    return Batch([normalized, move_targets(targets, device), *moved])
 
 
 def _moved(part: Any, device: torch.device) -> Any:
-    if isinstance(part, Tensor):
+    if isinstance(part, Tensor) and part.device != device:
         return part.to(device, non_blocking=devices.copies_async(device))
     return part
 
 
-def targets_of(batch: object, device: torch.device) -> Any:
-    """Return the targets of a batch on `device`: int64, or float32; what is no tensor as it is."""
-    targets = _moved(unpack(batch)[1], device)
+def move_targets(targets: Any, device: torch.device) -> Any:
+    """Return targets on `device`: int64, or float32; what is no tensor as it is."""
+    targets = _moved(targets, device)
     if not isinstance(targets, Tensor):
         return targets
     return targets.float() if targets.is_floating_point() else targets.long()
@@ -98,10 +98,10 @@ def normalize_images(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
         number, channels, height, width = values.shape
         rows = values.permute(0, 2, 3, 1).view(number, height, channels * width)
         mean, std = channel_statistics(format.statistics, images.device, width)
-        rows.sub_(mean.flatten()).div_(std.flatten())
+        rows.sub_(mean).div_(std)
         return values
     mean, std = channel_statistics(format.statistics, images.device)
-    return values.sub_(mean).div_(std)
+    return values.sub_(mean[:, None, None]).div_(std[:, None, None])
 
 
 # A copy to the device at every step would wait for it; to repeat takes 20 us.
@@ -109,9 +109,9 @@ def normalize_images(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
 def channel_statistics(
     statistics: tuple, device: torch.device, times: int = 1
 ) -> tuple[Tensor, ...]:
-    """Return mean and deviation of values from 0 to 255, float32 (channels, 1, 1) each.
+    """Return mean and deviation of values from 0 to 255, float32 (channels,) each.
 
     times: how often these are repeated.
     """
     values = torch.tensor(statistics).mul(255).repeat(1, times)
-    return values.view(2, -1, 1, 1).to(device).unbind()
+    return values.to(device).unbind()

@@ -65,9 +65,11 @@ def seed(*key: int) -> None:
     # torch.manual_seed takes a hundred times as long
     torch.default_generator.manual_seed(value)
     device = torch.get_device_module()
+    if device is torch.cpu:
+        return
     # Apple's does not say whether it is in use; a loader worker has to leave it alone.
     is_in_use = getattr(device, "is_initialized", lambda: get_worker_info() is None)
-    if device is not torch.cpu and is_in_use():
+    if is_in_use():
         device.manual_seed(value)
 
 
@@ -95,20 +97,15 @@ def keeping_random_state() -> Iterator[None]:
 
 def be_deterministic() -> None:
     """Have GPUs compute the same bits each time; a warning names an operation that cannot."""
-    from torchmetrics import Metric
-
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling what torch.empty returns takes time, and nothing here reads it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # torchmetrics has no public place for this
-    wrap = getattr(Metric, "_wrap_update", None)
-    if wrap is None:
-        distributed.print0(
-            "--deterministic: this torchmetrics takes more memory to count pixels"
-        )
-    elif wrap.__module__ != __name__:
-        Metric._wrap_update = lambda self, update: _in_any_order()(wrap(self, update))  # type: ignore
+    metric: Any = getattr(sys.modules.get("torchmetrics"), "Metric", None)
+    # it has no public place for this
+    wrap = getattr(metric, "_wrap_update", None)
+    if wrap and wrap.__module__ != __name__:
+        metric._wrap_update = lambda self, update: _in_any_order()(wrap(self, update))
 
 
 @contextlib.contextmanager

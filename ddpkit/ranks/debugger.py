@@ -4,6 +4,7 @@ This module does not import debugpy.
 """
 
 import contextlib
+import importlib.util
 import os
 import signal
 import sys
@@ -12,8 +13,27 @@ import warnings
 from pathlib import Path
 from types import FrameType
 
+from ddpkit.errors import UserError
 from ddpkit.ranks import process, protocol, watch
 from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL
+
+# threads of torch and others; pydevd shows none of its own
+OF_LIBRARIES = "QueueFeederThread", "(_pin_memory_loop)", "tqdm_monitor"
+
+
+def find() -> None:
+    """Have debugpy be importable: the installed one, or that of VS Code's extension."""
+    if importlib.util.find_spec("debugpy"):
+        return
+    bundled = os.environ.get("BUNDLED_DEBUGPY_PATH")  # in VS Code's terminals
+    if bundled:
+        sys.path.append(os.path.dirname(bundled))
+        return
+    remedy = "python -m pip install debugpy"
+    if os.environ.get("TERM_PROGRAM") == "vscode":
+        # Its extension begins with the first Python file, and only new terminals know it.
+        remedy = f"open main.py in VS Code, then a new terminal; or {remedy}"
+    raise UserError(f"no debugpy for --debug: {remedy}")
 
 
 def follow() -> None:
@@ -47,27 +67,33 @@ def follow() -> None:
 def adapt() -> None:
     """Have the debugger name the rank where it stops, go over ddpkit, and continue when asked.
 
-    VS Code cuts off which process a row is of; beside it stands the description of the stop.
+    VS Code cuts off which process a row is of; beside it stands the description of the stop. What
+    the terminal shows is not shown again, with bars in red, in the debug console.
     """
     with contextlib.suppress(AttributeError, KeyError):  # its own names may change
         schema = sys.modules["_pydevd_bundle._debug_adapter.pydevd_schema"]
         filtering = sys.modules["_pydevd_bundle.pydevd_filtering"]
         lifecycle = sys.modules["_pydevd_bundle.pydevd_thread_lifecycle"]
+        redirection = sys.modules["_pydevd_bundle.pydevd_io"]
         resume = lifecycle.resume_threads
         debugger = sys.modules["pydevd"].get_global_debugger()
         over_ddpkit = [filtering.ExcludeFilter("ddpkit", True, is_path=False)]
         describe = schema.StoppedEventBody.__init__
         request = process.project() / protocol.CONTINUE
         asked_at = _time_of(request)
+        for stream in ("stdout", "stderr"):
+            redirection.stop_redirect_stream_to_pydb_io_messages(stream)
 
         def describe_with_name(
             body: object, reason: str, description: str | None = None, **rest: object
         ) -> None:
+            hide_threads()
             name = threading.main_thread().name  # in a worker another one
             describe(body, reason, f"{name}: {description or reason}", **rest)
 
         def follow_person() -> None:
             nonlocal asked_at
+            hide_threads()
             # unless justMyCode is false, or launch.json has rules of its own
             has_rules = debugger.get_require_module_for_filters()
             if debugger.get_use_libraries_filter() and not has_rules:
@@ -80,6 +106,13 @@ def adapt() -> None:
         follow_person()
         schema.StoppedEventBody.__init__ = describe_with_name
         watch.thread.add_duty(follow_person)
+
+
+def hide_threads() -> None:
+    """Leave out of the view what would push the rank or the worker that is held out of it."""
+    for thread in threading.enumerate():
+        if thread.name.endswith(OF_LIBRARIES):
+            setattr(thread, "is_pydev_daemon_thread", True)  # noqa: B010
 
 
 def _time_of(path: Path) -> float:

@@ -1,17 +1,14 @@
 """The process group of all ranks, and its collectives, which work in a group of one, too."""
 
 import contextlib
-import importlib.util
 import itertools
-import json
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -22,8 +19,8 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
 )
 
-from ddpkit.errors import UserError, escape, print_line
-from ddpkit.ranks import debugger, devices, environment, meeting, process, protocol
+from ddpkit.errors import escape, print_line
+from ddpkit.ranks import devices, environment, meeting, process, protocol
 
 T = TypeVar("T")
 
@@ -324,59 +321,6 @@ def all_arrive(name: str, seconds: float) -> bool:
         if gone and not store().check(last):
             raise dist.DistNetworkError(f"Connection lost: {', '.join(gone)}")
     return True
-
-
-def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
-    """If this rank is one of `ranks`, wait for a debugger at port + rank; -1 stands for all.
-
-    A run that was started in a terminal of VS Code has it attach by itself, and ends with it.
-    """
-    if not ranks:
-        return
-    if ranks[0] < 0:
-        ranks = range(world_size())
-    if ranks[-1] >= world_size():
-        raise UserError(
-            f"--debug-rank {ranks[-1]}: ranks go from 0 to {world_size() - 1}"
-        )
-    # In ranks without a debugger breakpoint() then does nothing.
-    sys.breakpointhook = debugger.stop
-    if rank() not in ranks or process.is_debugged():
-        return
-    host = "127.0.0.1"
-    port += rank()
-    bundled = os.environ.get("BUNDLED_DEBUGPY_PATH")  # in VS Code's terminals
-    if bundled and not importlib.util.find_spec("debugpy"):
-        sys.path.append(os.path.dirname(bundled))
-    try:
-        import debugpy
-
-        debugpy.listen((host, port))
-    except (ImportError, RuntimeError, ValueError) as error:
-        text = f"cannot listen with debugpy at {host}:{port} ({error})"
-        raise UserError(
-            f"--debug-rank: {text}: install it, or use another port, R:PORT"
-        ) from None
-    line = f"rank {rank()} on {environment.node()} waits for a debugger: host {host}, port {port}"
-    print_line(line, sys.stderr)
-    threading.main_thread().name = f"rank {rank()}"
-    endpoint = Path(os.environ.get("VSCODE_DEBUGPY_ADAPTER_ENDPOINTS", ""))
-    # It looks at its own machine only, and attaches to one rank at a time.
-    by_editor = endpoint.parent.is_dir() and not environment.has_other_nodes()
-    if endpoint.name and by_editor:
-        before = [number for number in ranks if number < rank()]
-        await_keys([protocol.DEBUGGED.format(number) for number in before], math.inf)
-        address = {"client": {"host": host, "port": port}}
-        endpoint.write_text(json.dumps(address), encoding="utf-8")
-        debugpy.wait_for_client()
-        endpoint.unlink(missing_ok=True)
-        # Sooner it may not notice that this is another file.
-        time.sleep(1)
-        store().set(protocol.DEBUGGED.format(rank()), "")
-        debugger.follow()
-    else:
-        debugpy.wait_for_client()
-        debugger.adapt()
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ GPU_FILES = Path("/dev/nvidiactl"), Path("/dev/kfd")
 # What says that there are others: nodes of a job, processes of a launcher, and their
 # numbers, from 0
 NODES = """NNODES PET_NNODES SLURM_JOB_NUM_NODES PBS_NUM_NODES FLUX_JOB_NNODES
-    AWS_BATCH_JOB_NUM_NODES SKYPILOT_NUM_NODES SM_HOST_COUNT"""
+    AWS_BATCH_JOB_NUM_NODES SKYPILOT_NUM_NODES SM_HOST_COUNT NHOSTS LSB_MCPU_HOSTS"""
 SIZES = """WORLD_SIZE OMPI_COMM_WORLD_SIZE PMI_SIZE MV2_COMM_WORLD_SIZE MVP_COMM_WORLD_SIZE
     FLUX_JOB_SIZE JSM_NAMESPACE_SIZE HOROVOD_SIZE"""
 NUMBERS = "RANK NODE_RANK PMI_RANK PMIX_RANK PALS_RANKID"
@@ -160,8 +160,10 @@ def check_alone(names: str) -> None:
     if os.environ.get("NNODES") == "1":
         return
     for name in names.split():
-        # An elastic job has LEAST:MOST.
-        count = os.environ.get(name, "").split(":")[-1]
+        # An elastic job has LEAST:MOST. LSF has pairs, as in "a 8 b 8": each host and its CPUs.
+        value = os.environ.get(name, "")
+        hosts = value.split()[::2]
+        count = str(len(hosts)) if len(hosts) > 1 else value.split(":")[-1]
         least = 1 if name in NUMBERS.split() else 2
         if count.isdecimal() and int(count) >= least:
             raise UserError(

@@ -1,7 +1,7 @@
 """Where all ranks are: the block that a hang prints, or `touch OUTPUT_DIR/.where` asks for.
 
-They ask and answer through the store, which works while they wait in a collective; torch's flight
-recorder knows in which.
+They ask and answer through the store, which works while they wait in a collective, or are held by
+a debugger; torch's flight recorder knows in which collective.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ddpkit.errors import print_line, shorten
-from ddpkit.ranks import devices, distributed, environment, process
+from ddpkit.ranks import devices, distributed, environment, process, values
 from ddpkit.ranks.protocol import ANSWER, ANSWER_SECONDS, ASKED
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -62,6 +62,7 @@ class Position(NamedTuple):
     stack: str
     waits_in: str = ""  # such as "collective 43, barrier"
     node: str = ""  # if there are several
+    value: values.Look | None = None  # if one is asked for, and this rank is held
 
 
 class Collective(NamedTuple):
@@ -125,8 +126,8 @@ def _own(file: str) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else ""
 
 
-def here() -> Position:
-    """Return where this rank's main thread is."""
+def here(expression: str = "") -> Position:
+    """Return where this rank's main thread is, and what `expression` is there."""
     main = threading.main_thread().ident or 0
     frames = traceback.extract_stack(sys._current_frames()[main])
     if process.End.error:  # it is handled elsewhere than where it was raised
@@ -147,7 +148,8 @@ def here() -> Position:
         text += f": after {recorded[-1].text}"
     stack = "".join(traceback.format_list(shown)).rstrip()
     node = environment.node() if environment.has_other_nodes() else ""
-    return Position(text, stack, waits_in, node)
+    value = values.look(expression) if expression else None
+    return Position(text, stack, waits_in, node, value)
 
 
 def answer() -> None:
@@ -155,8 +157,9 @@ def answer() -> None:
     store = distributed.store()
     while store.check([ASKED.format(asking.answered + 1)]):
         asking.answered += 1
+        _, expression = json.loads(store.get(ASKED.format(asking.answered)))
         key = ANSWER.format(asking.answered, distributed.rank())
-        store.set(key, json.dumps(here()))
+        store.set(key, json.dumps(here(expression)))
 
 
 def answer_person() -> None:
@@ -171,11 +174,19 @@ def show(title: str, seconds: float = ANSWER_SECONDS, is_hang: bool = False) -> 
     """Print where all ranks are, after at most `seconds`; unless another rank is about to."""
     store = distributed.store()
     turn = asking.answered + 1
-    me = str(distributed.rank())
-    asker = store.compare_set(ASKED.format(turn), "", me).decode()
+    mine = json.dumps([distributed.rank(), ""])
+    asker = store.compare_set(ASKED.format(turn), "", mine).decode()
     answer()
-    if asker != me:
+    if asker != mine:
         return
+    known, absent = await_answers(turn, seconds)
+    lines = distributed.states(absent) + block(known, is_hang and not absent)
+    print_line("\n".join([title, *lines]), sys.stderr)
+
+
+def await_answers(turn: int, seconds: float) -> tuple[dict[int, Position], list[int]]:
+    """Return the answers to a question, by rank, and who has not answered within `seconds`."""
+    store = distributed.store()
     keys = [ANSWER.format(turn, rank) for rank in range(distributed.world_size())]
     distributed.await_keys(keys, seconds)
     known = {}
@@ -185,8 +196,51 @@ def show(title: str, seconds: float = ANSWER_SECONDS, is_hang: bool = False) -> 
             known[rank] = Position(*json.loads(store.get(key)))
         else:
             absent.append(rank)
-    lines = distributed.states(absent) + block(known, is_hang and not absent)
-    print_line("\n".join([title, *lines]), sys.stderr)
+    return known, absent
+
+
+class Rows(dict[str, str]):
+    """By name of a rank what is known of it, shown in a row each."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{rank}: {line}" for rank, line in self.items())
+
+
+def on_all_ranks(expression: str) -> Rows:
+    """Return a row for each rank: where it is held, what `expression` is there, what differs first.
+
+    For the debug console, or as a watch, of any rank that is held. A tensor is shown by its shape,
+    dtype, device, mean, norm and range; a network by its weights. A rank that runs, waits in a
+    collective or has ended only says so. It is no collective: the others need not call it.
+
+        ddpkit.on_all_ranks("images.mean()")
+    """
+    store = distributed.store()
+    mine = json.dumps([distributed.rank(), expression])
+    turn = asking.answered + 1
+    while store.compare_set(ASKED.format(turn), "", mine).decode() != mine:
+        turn += 1  # another rank has asked
+    known, absent = await_answers(turn, ANSWER_SECONDS)
+    rows = Rows()
+    first = ""
+    expected: dict[str, int] = {}
+    for number in range(distributed.world_size()):
+        rank = f"rank {number}"
+        if number in absent:
+            rows[rank] = distributed.states([number])[0].removeprefix(f"{rank} ")
+            continue
+        rows[rank] = known[number].text
+        if not known[number].value:
+            continue
+        line, sums = known[number].value
+        rows[rank] += f": {line}"
+        first = first or rank
+        expected = expected or sums
+        for part in {**expected, **sums}:
+            if expected.get(part) != sums.get(part):
+                rows[rank] += f"; differs from {first} in {part}"
+                break
+    return rows
 
 
 def block(known: dict[int, Position], is_hang: bool) -> list[str]:

@@ -161,9 +161,15 @@ def _leave_note(store: dist.Store, rank: int, size: int, note: dict) -> str:
     """Leave this rank's note in the store; return why it fits none, or nothing."""
     if rank >= size:
         return f"RANK={rank} with WORLD_SIZE={size}: the last rank is {size - 1}"
-    other_size, other = store.compare_set("size", "", f"{size} {rank}").decode().split()
-    if other_size != str(size):
-        return f"WORLD_SIZE is {size} for rank {rank}, {other_size} for rank {other}"
+    on_node = os.environ.get("LOCAL_WORLD_SIZE", size)
+    first = store.compare_set("size", "", f"{size} {rank} {on_node}").decode().split()
+    if first[0] != str(size):
+        fewest = min(int(on_node), int(first[2]))
+        return (
+            f"WORLD_SIZE is {size} for rank {rank}, {first[0]} for rank {first[1]}: start as many "
+            f"ranks on each node, by NPROC={fewest} ./launch.sh or torchrun --nproc-per-node "
+            f"{fewest}, and give each the same number of nodes"
+        )
     kept = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(note)))
     if kept["id"] == note["id"]:
         return ""

@@ -60,12 +60,12 @@ STOP = "stop"  # the name of the signal (the rank that got one; all)
 STEP = "stop/{}"  # the step in which a rank saw STOP (that rank; all)
 # "<rank> <exit status> <process id> <node>" (the first rank that fails; all)
 ERROR = "error"
-# the n-th question where all are: the rank that asks (that rank; all)
+# the n-th question where all are: who asks, and for which value (that rank; all)
 ASKED = "where/{}"
 ANSWER = "where/{}/{}"  # the n-th answer of a rank (that rank; who asks)
 # "<node> <process_space()> <process id>" (that rank; who has to name it)
 PROCESS = "process/{}"
-# a debugger is attached (that rank; those that VS Code attaches to next)
+# where the debugger of a rank takes more (that rank; others of its node)
 DEBUGGED = "debugged/{}"
 ARRIVED = "arrived/{}"  # how many ranks are at a point with a name (each; the last)
 ALL_ARRIVED = "arrived/{}/all"  # all are (the last; all)

@@ -160,9 +160,8 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
     ddp_model.zero_grad()
 
 
-def check_called(network: nn.Module) -> None:
-    """Raise a UserError unless `network`, if it is in DDP, was called since last time."""
-    ddp_model = in_ddp(network)
+def check_called(ddp_model: nn.Module) -> None:
+    """Raise a UserError unless `ddp_model`, if it is one, was called since last time."""
     if isinstance(ddp_model, REPLICATED) and ddp_model not in _called:
         raise UserError(
             "a step without a call of ddp_model, which averages the gradients over the ranks: "

@@ -6,7 +6,7 @@ import math
 import os
 import pickle
 import re
-import stat
+import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,8 +52,6 @@ KINDS: dict[str, Any] = {  # of what a checkpoint holds; integers are not negati
 KEYS = tuple(KINDS)
 # The kind of what they consist of.
 OF_ROWS = {"args": str, "classes": str, "history": dict, "totals": list}
-# to others lies the way of other libraries
-STORED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 class Damaged(UserError):
@@ -99,8 +97,11 @@ def check_archive(file: BinaryIO) -> bool:
     except zipfile.BadZipFile as error:
         raise said_by_disk(error) from None
     entries = archive.infolist()
-    if any(entry.compress_type not in STORED for entry in entries):
-        raise zipfile.BadZipFile("compressed in a way that torch.save does not use")
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise zipfile.BadZipFile("compressed, which torch.save does not do")
+    # parts that overlap would be read again and again
+    if sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
+        raise zipfile.BadZipFile("its parts are larger than the file")
     has_folder = any(entry.external_attr & 0x10 for entry in entries)
     if archive.testzip() or has_folder:  # for torch that is an empty tensor
         raise zipfile.BadZipFile("a checksum is wrong")
@@ -153,21 +154,26 @@ def is_possible(name: str, state: State, kind: Any) -> bool:
     return True
 
 
-def read_file(path: Path | str) -> State:
-    """Return the dict in any .pt file, tensors on the CPU."""
+def read_file(path: Path | str, known: Sequence[Any] = ()) -> State:
+    """Return the dict in any file of torch.save, tensors on the CPU.
+
+    known: types, and functions, that it may hold besides plain types.
+    """
     is_whole = False
 
     def attempt() -> Any:
         nonlocal is_whole
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise OSError(None, "not a regular file")
-        with open(path, "rb") as file:
+        with (
+            files.open_file(path, sys.maxsize) as file,
+            torch.serialization.safe_globals([*known]),
+        ):
             is_whole = check_archive(file)
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
 
     try:
         state = files.retried(path, attempt)
+        files.check_size(path, state)
     except LineError:
         raise
     except Exception as error:  # zipfile, pickle and torch have no common one
@@ -182,17 +188,22 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
 
     is_whole: an archive whose checksums are right.
     """
+    # such as a folder, or a link that leads nowhere
+    is_no_file = os.path.lexists(path) and not os.path.isfile(path)
     # EINVAL: an offset before the beginning, as an archive may have that is cut short.
-    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+    is_cut = getattr(error, "errno", None) in (None, errno.EINVAL)
+    if isinstance(error, OSError) and not is_cut and not is_no_file:
         return files.failure(path, error, "read")
     said = getattr(error, "strerror", None) or str(error).strip()
     reason = re.split(r"\n|\. ", said)[0][:120] or type(error).__name__
     if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
         return DiskError(f"{path}: there is too little memory to read it ({reason})")
     if is_whole and isinstance(error, pickle.UnpicklingError):
+        name = re.search(r"GLOBAL (\S+)|$", said)
+        such = f", such as {name[1]}" if name and name[1] else ""
         return Foreign(
-            f"{path}: not a readable checkpoint (more than plain types: torch.load cannot read it "
-            "with weights_only=True)"
+            f"{path}: not a readable checkpoint (more than plain types{such}: torch.load cannot "
+            "read it with weights_only=True)"
         )
     # Torch's reader of archives looks at more than zipfile does.
     return Damaged(

@@ -57,6 +57,8 @@ class Criterion(nn.Module):
         self.ignored = getattr(loss, "ignore_index", None)
         said = SUM if self.counts else getattr(loss, "reduction", None)
         self.is_known = said in (SUM, MEAN)  # and needs no look
+        self.is_weighted = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+        self.is_regression = isinstance(loss, REGRESSIONS)
         self.kind = said or reduction
         if self.kind not in (SUM, MEAN):
             raise UserError(
@@ -67,7 +69,7 @@ class Criterion(nn.Module):
         """Return the sum over the labels, a scalar."""
         outputs = to_float32(outputs)
         # of which torch would compare each output with each target
-        is_paired = isinstance(self.loss, REGRESSIONS) and isinstance(outputs, Tensor)
+        is_paired = self.is_regression and isinstance(outputs, Tensor)
         if is_paired and outputs.shape != getattr(targets, "shape", outputs.shape):
             raise UserError(
                 f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}: give both one "
@@ -105,7 +107,7 @@ class Criterion(nn.Module):
             )
         weight = None
         number = targets.numel()
-        if isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        if self.is_weighted:
             weight = self.loss.weight
             if targets.is_floating_point() and weight is not None and self.kind == SUM:
                 return widened((targets.movedim(1, -1) @ weight).sum())
@@ -113,7 +115,7 @@ class Criterion(nn.Module):
         has_shares = targets.ndim > 1 and targets.shape[1] == self.num_classes
         if has_shares and not isinstance(self.loss, ELEMENTWISE):
             number //= targets.shape[1]
-        if targets.is_floating_point() or isinstance(self.loss, REGRESSIONS):
+        if targets.is_floating_point() or self.is_regression:
             return torch.full((), number, device=targets.device)
         is_label = self._are_labels(targets)
         if weight is None:

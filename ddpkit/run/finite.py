@@ -1,12 +1,15 @@
 """Whether losses and weights are numbers, before they are saved."""
 
+import math
 import shlex
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
+from ddpkit.run.progress import Exact
 from ddpkit.run.resuming import Checkpoints
 
 
@@ -21,16 +24,16 @@ def check_weights(model: nn.Module, run: Checkpoints) -> None:
             raise not_finite(name, distributed.rank(), run)
 
 
-def check_losses(totals: Tensor, run: Checkpoints) -> None:
-    """Raise a UserError unless sums of losses, (2,) or (ranks, 2), are finite."""
-    fine = totals.isfinite().all(-1)
-    if fine.all():
+def check_losses(of_ranks: Sequence[tuple[Exact, Exact]], run: Checkpoints) -> None:
+    """Raise a UserError unless the sums of losses are finite, of all ranks, or of this one."""
+    finite = [math.isfinite(sum(map(float, columns))) for columns in of_ranks]
+    if all(finite):
         return
     what = "the loss"
     rank = distributed.rank()
-    if fine.ndim:  # one per rank
-        rank = int(fine.int().argmin())
-        if fine.any():
+    if len(finite) > 1:
+        rank = finite.index(False)
+        if any(finite):
             what = f"the loss of rank {rank}"
     raise not_finite(what, rank, run)
 

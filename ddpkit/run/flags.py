@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddpkit import files
 from ddpkit.errors import UserError, suggest
+from ddpkit.ranks import debugger
 
 DEBUG_PORT = 5678  # of rank 0, which awaits a debugger there
 ALL_RANKS = -1  # in place of a list
+SCALAR = (str, int, float, Path)
 
 # What other programs call a flag, and what ours is called
 SYNONYMS = {
@@ -58,9 +61,10 @@ class Parser(argparse.ArgumentParser):
 
     A mistake raises a UserError, one line; help is printed by the first rank of a node alone. A
     `@FILE` among the arguments stands for the flags in that file, several in a line if you like;
-    a # before a word begins a comment. -1,5 is a value, not a flag. In a Path or a text ~/ is the
-    home folder: a shell replaces it neither in FILE nor after a = sign. A flag that `set_defaults`
-    has a value for need not be given.
+    a # before a word begins a comment, and $NAME stands for the variable's value. -1,5 is a value,
+    not a flag. In a Path or a text ~/ is the home folder: a shell replaces it neither in FILE nor
+    after a = sign. A flag that `set_defaults` has a value for need not be given; one that has a
+    default takes no list or dict in its place.
 
     parser: an argparse.ArgumentParser whose flags, groups, defaults and texts are taken over.
 
@@ -86,7 +90,14 @@ class Parser(argparse.ArgumentParser):
         self.register("type", str, at_home)
         self.register("type", None, at_home)  # flags without a type
 
-    def set_defaults(self, **defaults: object) -> None:
+    def set_defaults(self, **defaults: Any) -> None:
+        for name, value in defaults.items():
+            before = self.get_default(name)
+            if isinstance(before, SCALAR) and isinstance(value, list | tuple | dict):
+                flag = name.replace("_", "-")
+                self.error(f"--{flag}: {value!r:.60} instead of such as {before!r}")
+            if isinstance(before, str) and isinstance(value, int | float):
+                defaults[name] = str(value)  # which is converted as what is typed
         super().set_defaults(**defaults)
         for action in self._actions:
             if action.dest in defaults:
@@ -155,6 +166,7 @@ class Parser(argparse.ArgumentParser):
             raise ArgumentTypeError(
                 f"{text} is not a rank or a list of ranks, such as 0,3 or 0,3:5678"
             )
+        debugger.find()  # before torch is imported
         if match[1] == "all":
             return [ALL_RANKS], port
         return sorted({int(each) for each in match[1].split(",")}), port
@@ -174,9 +186,22 @@ class Parser(argparse.ArgumentParser):
                 return f": no such flag; did you mean {name}?"
         return f": no such flag{suggest(flag, known)}"
 
-    # argparse calls it for what is in a FILE, too
-    def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
-        return super()._read_args_from_files([at_home(text) for text in arg_strings])
+    # in place of argparse's own
+    def _read_args_from_files(
+        self, arg_strings: Sequence[str], around: Sequence[str] = ()
+    ) -> list[str]:
+        words = []
+        for word in arg_strings:
+            if word[:1] not in (self.fromfile_prefix_chars or ()):
+                words.append(word)
+                continue
+            if word in around:
+                self.error(f"{word} reads itself")
+            text = files.read_text(at_home(word)[1:], most=files.OF_NOTES)
+            for line in text.splitlines():
+                inner = self.convert_arg_line_to_args(line)
+                words += self._read_args_from_files(inner, [*around, word])
+        return words
 
     def print_help(self, file: Any = None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -192,9 +217,13 @@ class Parser(argparse.ArgumentParser):
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         try:
             before_comment = re.split(r"(?<!\S)#", arg_line)[0]
-            return shlex.split(before_comment)
+            words = shlex.split(before_comment)
         except ValueError as error:  # a quote that is not closed
             self.error(f"@FILE, line {arg_line!r}: {error}")
+        for name in re.findall(r"\$\{?([A-Za-z_]\w*)", " ".join(words)):
+            if name not in os.environ:
+                self.error(f"@FILE, line {arg_line!r}: the variable {name} is not set")
+        return [os.path.expandvars(word) for word in words]
 
 
 def at_home(text: Any) -> Any:

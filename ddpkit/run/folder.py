@@ -155,7 +155,7 @@ class RunFolder:
         """Return whether this launch has begun in the folder before, and failed."""
         launch = os.environ.get(protocol.LAUNCH_ID, "").encode()
         begun = self.path / protocol.BEGUN
-        return launch != b"" and begun.is_file() and begun.read_bytes() == launch
+        return launch != b"" and begun.is_file() and files.read_file(begun) == launch
 
     def contains(self, path: Path | str) -> bool:
         return Path(path).parent.resolve() == self.path.resolve()

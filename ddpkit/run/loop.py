@@ -22,7 +22,14 @@ from ddpkit.run.checkpoint import KEYS, OTHER_RUN
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps
 from ddpkit.run.folder import RunFolder
-from ddpkit.run.progress import Sums, progress_line
+from ddpkit.run.progress import (
+    LOSS,
+    Sums,
+    kept,
+    means_of,
+    progress_line,
+    say_batches,
+)
 from ddpkit.run.resuming import Checkpoints, Phase, Steps, is_later
 from ddpkit.run.states import State
 
@@ -92,7 +99,8 @@ class Passes:
         """Those of each pass, on the device: int64, or float32."""
         if self.moved:
             return iter([self.moved[0][1]])
-        return (normalizing.targets_of(batch, self.device) for batch in self.batches)
+        batches = map(normalizing.unpack, self.batches)
+        return (normalizing.move_targets(each[1], self.device) for each in batches)
 
 
 class Run(Checkpoints):
@@ -162,6 +170,7 @@ class Run(Checkpoints):
         self.classes = classes
         self.model = model
         self.trained = model if trained is None else trained
+        self.criterion = criterion
         self.optimizer = optimizer
         self.report = report
         self.last_epoch: int = report.epochs
@@ -176,7 +185,7 @@ class Run(Checkpoints):
             seed=kept.get("seed", 0),
         )
         self.seen = 0
-        self.sums = Sums(self.device, self.source.ranks)
+        self.sums = Sums(self.source.ranks, report.steps.every > 0)
         passes = self.source.passes * distributed.world_size()  # of a step
         self.batch_size = self.source.global_batch // passes
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
@@ -193,7 +202,8 @@ class Run(Checkpoints):
         self.draws_by_rank = True
         self.share_outside = 0
         self.about = self._about()
-        self.networks: tuple[nn.Module, ...] = ()  # in DistributedDataParallel
+        # that take each step: in DistributedDataParallel, and without
+        self.stepped: list[tuple[nn.Module, nn.Module]] = []
         self.checked_at = time.monotonic()
         self.is_out = False  # of patience
         watched = criterion if isinstance(criterion, Criterion) else None
@@ -254,6 +264,12 @@ class Run(Checkpoints):
         if self.trained is not self.model:
             parts["trained"] = self.trained
         return parts
+
+    def _modules(self) -> list[nn.Module]:
+        loss = getattr(self.criterion, "loss", None)
+        others = [loss] if isinstance(loss, nn.Module) else []
+        # an average of the weights has no pass in a step
+        return others + [each for each in super()._modules() if each is not self.model]
 
     def _about(self) -> State:
         """Return what is the same in all checkpoints of this run."""
@@ -338,6 +354,8 @@ class Run(Checkpoints):
         if state.get("training_set") not in known and not state["seen"]:
             line += "; other training images than then"
         distributed.print0(line + self._place_line(steps, self.source.steps))
+        sizes = "--batch-size x ranks x --accumulate", "--lr"
+        say_batches(state["global_batch"], self.source.global_batch, *sizes)
         changed = checkpoint.changes(state["args"], self.flags)
         if changed:
             distributed.print0(f"changed since then: {changed}")
@@ -393,8 +411,9 @@ class Run(Checkpoints):
             distributed.print0(f"nothing left to do; {remedy}")
         elif self.epoch < self.last_epoch and not self.is_out:
             distributed.print0(
-                f"the loop was left after epoch {self.epoch} of {self.last_epoch}: the same "
-                "command goes on from there; to stop early for good, use --patience"
+                f"the loop was left after epoch {self.epoch} of {self.last_epoch}: the run is not "
+                "finished, and the same command continues from there; to end early for good use "
+                f"--patience or --epochs {self.epoch}"
             )
         else:
             example = samples.file_of(samples.dataset_of(self.val_loader), 0)
@@ -431,7 +450,10 @@ class Run(Checkpoints):
             )
         self.variables.begin_epoch(self, self.epoch, self.parts)
         self.report.print_parameters(self.trained)
-        self.networks = networks
+        # others may be trained now and then
+        self.stepped = [
+            (replicas.in_ddp(each), replicas.bare(each)) for each in networks[:1]
+        ]
         sources.judged.discard(self.model)
         if self.model is not self.trained:
             self.model.train()  # for end_epoch to see whether it was evaluated
@@ -474,9 +496,9 @@ class Run(Checkpoints):
         of this rank, by name: numbers to add up, or (sum, count) of a mean; `means` has them of all
         steps and ranks.
         """
-        for network in self.networks[:1]:  # others may be trained now and then
-            replicas.check_called(network)
-            if not replicas.bare(network).training:
+        for ddp_model, network in self.stepped:
+            replicas.check_called(ddp_model)
+            if not network.training:
                 raise UserError(
                     "a step in evaluation mode: BatchNorm and dropout do not train; evaluate by "
                     "ddpkit.eval_batches(loader, model), which gives the mode back, or call "
@@ -492,7 +514,7 @@ class Run(Checkpoints):
             self._log(grad_norm)
         if time.monotonic() - self.checked_at > SECONDS_BETWEEN_CHECKS:
             self.checked_at = time.monotonic()
-            finite.check_losses(self.sums.losses, self)
+            finite.check_losses([self.sums.rows[LOSS]], self)
 
     def _count(self, before: int) -> None:
         if self.step != before + 1:
@@ -522,13 +544,14 @@ class Run(Checkpoints):
                     f"rank {rank} left the training loop at {self._position()} and other ranks did "
                     "not: all have to take the same number of steps"
                 )
-        finite.check_losses(distributed.gather(self.sums.losses), self)
+        sums = self.sums.of_ranks()
+        finite.check_losses([rows[LOSS] for rows in sums], self)
         if is_early:  # a run that resumes starts with the next epoch
             self.seen = self.source.total
             self.done = self.source.steps
         self.speed = self.report.speed()
         replicas.sync_networks(self.parts.values())
-        return self.sums.means_of_all()
+        return means_of(sums)
 
     # The end of an epoch.
 
@@ -614,8 +637,8 @@ class Run(Checkpoints):
         self.report.steps.flush()  # a run that resumes here has the entries before
 
     def _state(self, is_inside: bool = False) -> State:
-        losses = distributed.gather(self.sums.losses)
-        finite.check_losses(losses, self)
+        sums = self.sums.of_ranks()
+        finite.check_losses([rows[LOSS] for rows in sums], self)
         finite.check_weights(self.model, self)
         state = super()._state(is_inside)
         parts = state.pop("parts")
@@ -623,9 +646,9 @@ class Run(Checkpoints):
         state |= self.about
         state |= self.source.order
         state |= self.chosen.state()
-        state |= self.sums.kept()
         state |= {
-            "totals": losses.tolist(),
+            "sums": kept(sums),
+            "totals": [list(map(float, rows[LOSS])) for rows in sums],
             "global_batch": self.source.global_batch,
             "seen": self.seen,
             "history": self.history,

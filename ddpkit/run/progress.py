@@ -1,5 +1,6 @@
 """How far a run is, as a line; and the sums of an epoch's losses."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,11 @@ Number = Tensor | float
 class Exact:
     """A sum of numbers that is rounded once, at its end: the same in any order.
 
-    Numbers on a device stay there until the sum is read.
+    Numbers on a device stay there until the sum is read. Each is divided by `parts` before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: int = 1) -> None:
+        self.parts = parts
         self.total = 0  # in parts of 1 / UNIT
         self.lost = 0.0  # NaN or infinite, if a number was
         self.pending: list[Tensor] = []
@@ -33,17 +35,18 @@ class Exact:
             if len(self.pending) == MOST_PENDING:
                 self._join()
         else:
-            self._add_float(float(number))
+            self.add_float(float(number) / self.parts)
 
     def _join(self) -> None:
         kinds = {(each.dtype, each.device) for each in self.pending}
         if len(kinds) > 1:  # torch would take them to one, in which some may be rounded
             self.pending = [each.cpu().double() for each in self.pending]
         if self.pending:
-            self.joined.append(torch.stack(self.pending))
+            joined = torch.stack(self.pending)
+            self.joined.append(joined if self.parts == 1 else joined / self.parts)
             self.pending = []
 
-    def _add_float(self, number: float) -> None:
+    def add_float(self, number: float) -> None:
         try:
             numerator, denominator = number.as_integer_ratio()
         except (OverflowError, ValueError):
@@ -56,7 +59,7 @@ class Exact:
         self._join()
         for numbers in self.joined:
             for number in numbers.tolist():
-                self._add_float(number)
+                self.add_float(number)
         self.joined = []
         return self.total
 
@@ -64,22 +67,28 @@ class Exact:
         return self.units() / UNIT + self.lost
 
 
+Rows = dict[str, tuple[Exact, Exact]]
+
+
 class Sums:
     """This rank's sums over the steps of an epoch, by name, without reading the device.
 
-    device: of what is added. ranks: how many there are, virtual ones, too. Each has two columns:
-    the sum, and that by which it is divided, 0 if it is no mean. The first is the loss.
+    ranks: how many there are, virtual ones, too. is_logged: whether `loss_since_log` is called now
+    and then. Each has two columns: the sum, and that by which it is divided, 0 if it is no mean.
+    The first is the loss.
     """
 
-    def __init__(self, device: torch.device, ranks: int) -> None:
-        self.device = device
+    def __init__(self, ranks: int, is_logged: bool = False) -> None:
         self.ranks = ranks
+        self.is_logged = is_logged
+        self.is_first = distributed.is_rank_zero()
         self.clear()
 
     def clear(self) -> None:
-        self.rows = {LOSS: (Exact(), Exact())}
-        # On the device, since the log's last line: losses with their count.
-        self.recent: list[Tensor] = []
+        self.rows: Rows = {LOSS: (Exact(self.ranks), Exact())}
+        # since the log's last line
+        self.recent_losses: list[Number] = []
+        self.recent_counts: list[Number] = []
 
     def add_step(
         self,
@@ -91,74 +100,76 @@ class Sums:
 
         count: of the labels of all ranks. named: of this rank, a number, or a sum and its count.
         """
-        share = count / self.ranks
-        for loss in losses:
-            weighted = loss * share
-            self.rows[LOSS][0].include(weighted)
-            self._note(weighted, 0)
-        self._note(count, 1)
-        if distributed.is_rank_zero():  # it is the same on all
-            self.rows[LOSS][1].include(count)
+        total, divisor = self.rows[LOSS]
+        weighted = [loss * count for loss in losses]
+        for each in weighted:
+            total.include(each)
+        if self.is_first:  # it is the same on all
+            divisor.include(count)
+        if self.is_logged:
+            self.recent_losses += weighted
+            self.recent_counts.append(count)
         for name, value in named.items():
             row = self.rows.setdefault(name, (Exact(), Exact()))
             pair = value if isinstance(value, Sequence) else (value,)
             for column, number in zip(row, pair, strict=False):
                 column.include(number)
 
-    def _note(self, number: Number, column: int) -> None:
-        """Add to what `loss_since_log` returns, rounded, without reading the device."""
-        if not self.recent:
-            self.recent = [torch.zeros(2, device=self.device)]
-        self.recent[0][column].add_(number)
-
     def loss_since_log(self) -> Tensor:
         """Return the mean loss over all ranks since the call before; all have to call it."""
-        loss, count = self.recent.pop()
-        return distributed.reduce_tensor(loss) / count
+        total = distributed.reduce_tensor(added(self.recent_losses))
+        mean = total / (added(self.recent_counts) * self.ranks)
+        self.recent_losses = []
+        self.recent_counts = []
+        return mean
 
-    @property
-    def losses(self) -> Tensor:
-        """The sum of this rank's losses, and rank 0's of their count, float64 (2,)."""
-        loss, count = self.rows[LOSS]
-        return torch.tensor([float(loss), float(count)], dtype=torch.float64)
-
-    def means_of_all(self) -> dict[str, float]:
-        """Return by name the means, and the sums of what has no count; all have to call it."""
-        return {
-            name: total / (count or UNIT)
-            for name, (total, count) in self._of_all().items()
-        }
-
-    def _of_all(self) -> dict[str, tuple[int, int]]:
-        """Return the sums of all ranks, by name, in parts of 1 / UNIT."""
-        mine = {name: [each.units() for each in row] for name, row in self.rows.items()}
-        of_ranks = distributed.gather_objects(mine)
-        found = {}
-        for name in mine:
-            total, count = zip(*[each[name] for each in of_ranks], strict=True)
-            found[name] = sum(total), sum(count)
-        return found
-
-    def kept(self) -> State:
-        """Return what a checkpoint keeps: the sums of all ranks; all have to call it."""
-        sums = {
-            name: {"total": [hex(column) for column in row]}
-            for name, row in self._of_all().items()
-        }
-        return {"sums": sums}
+    def of_ranks(self) -> list[Rows]:
+        """Return the rows of all ranks, read from the device; all have to call it."""
+        for column in itertools.chain(*self.rows.values()):
+            column.units()
+        return distributed.gather_objects(self.rows)
 
     def resume(self, state: State) -> None:
         """Go on with the sums of a checkpoint, which rank 0 has from there on."""
         saved = {LOSS: {"ranks": state["totals"]}, **state.get("sums", {})}
         for name, each in saved.items():
-            row = self.rows[name] = (Exact(), Exact())
-            if not distributed.is_rank_zero():
+            row = self.rows.setdefault(name, (Exact(), Exact()))
+            if not self.is_first:
                 continue
             for column, total in zip(row, each.get("total", ()), strict=False):
                 column.total = int(total, 16)
             for rank in each.get("ranks", ()):  # as earlier versions have it
                 for column, number in zip(row, rank, strict=True):
-                    column.include(number)
+                    column.add_float(number)
+
+
+def means_of(ranks: Sequence[Rows]) -> dict[str, float]:
+    """Return by name the means over all ranks, and the sums of what has no count."""
+    means = {}
+    for name in ranks[0]:
+        total, count = (sum_of(ranks, name, column) for column in (0, 1))
+        lost = sum(rows[name][0].lost for rows in ranks)
+        means[name] = total / (count or UNIT) + lost
+    return means
+
+
+def kept(ranks: Sequence[Rows]) -> State:
+    """Return the sums of all ranks, as a checkpoint keeps them."""
+    sums = {}
+    for name in ranks[0]:
+        columns = [hex(sum_of(ranks, name, column)) for column in (0, 1)]
+        sums[name] = {"total": columns}
+    return sums
+
+
+def sum_of(ranks: Sequence[Rows], name: str, column: int) -> int:
+    """Return a sum of all ranks, in parts of 1 / UNIT."""
+    return sum(rows[name][column].total for rows in ranks)
+
+
+def added(numbers: Sequence[Number]) -> Tensor:
+    """Return the sum of numbers, rounded, without reading the device."""
+    return torch.stack([torch.as_tensor(each).detach() for each in numbers]).sum()
 
 
 def progress_line(state: State, steps: int, of_epochs: str = "epochs") -> str:
@@ -169,3 +180,15 @@ def progress_line(state: State, steps: int, of_epochs: str = "epochs") -> str:
     if steps:
         line += f" and {steps} step{'s' * (steps != 1)} of the next"
     return line
+
+
+def say_batches(then: int, now: int, sizes: str, rate: str) -> None:
+    """Say a line if a run goes on with another global batch; 0 then: there was none.
+
+    sizes, rate: what the caller calls its factors, and the learning rate.
+    """
+    if then not in (0, now):
+        distributed.print0(
+            f"the global batch was {then} and is {now}: other steps follow; choose {sizes} = "
+            f"{then} for the same ones, or scale {rate} by about {now / then:.3g}"
+        )

@@ -38,9 +38,10 @@ from ddpkit.ranks.stopping import (
     on_signals,
 )
 from ddpkit.ranks.virtual import VirtualRanks
+from ddpkit.ranks.virtual_steps import VirtualSteps, check_ended
 from ddpkit.run import checkpoint, states
 from ddpkit.run.folder import RunFolder
-from ddpkit.run.progress import progress_line
+from ddpkit.run.progress import progress_line, say_batches
 from ddpkit.run.states import State
 from ddpkit.run.unsaved import LoopVariables, Unsaved
 
@@ -96,6 +97,7 @@ class Turns:
         register_optimizer_step_post_hook(self._begin_anew)
 
     def _begin_anew(self, optimizer: Optimizer, *_: object) -> None:
+        check_ended()
         self.stepped.add(optimizer)
         self.period = max(self.count, 1)
         self.count = 0
@@ -239,7 +241,7 @@ class Checkpoints:
         self.share_outside = distributed.rank() * self.draws_by_rank
         self.ranks = distributed.world_size()
         self.rank = distributed.rank()
-        self.virtual: list[VirtualRanks] = []  # networks, of this loop
+        self.virtual: VirtualSteps | None = None  # of this loop
         self.streams: dict[int, random.Random] = {}
         self.first_step = 0  # of this process
         self.phase = Phase.OUTSIDE
@@ -399,6 +401,7 @@ class Checkpoints:
                 before = self.step
                 self.begun = self.done + 1
                 yield batch
+                check_ended()
                 self._count(before)
                 self._end_turn(is_last=self.done == length)
                 # before the next batch is read, after which a loader that is a part is further
@@ -408,31 +411,43 @@ class Checkpoints:
 
     def _find_virtual(self, networks: Sequence[nn.Module], of_loader: int) -> None:
         """Find the networks of virtual ranks; a UserError if the loader has other ranks."""
-        found = [replicas.in_ddp(each) for each in networks]
-        self.virtual = [each for each in found if isinstance(each, VirtualRanks)]
-        for of_network in {each.ranks for each in self.virtual} or {0}:
-            if of_network != of_loader:
+        found = []
+        for network in map(replicas.in_ddp, networks):
+            if isinstance(network, VirtualRanks):
+                found.append(network)
+        for of_network in {each.ranks for each in found} or {0}:
+            if of_network != of_loader or 0 < len(found) < len(networks):
                 raise UserError(
                     f"the training loader has virtual_ranks={of_loader}, a network given to "
                     f"{self.name}.steps {of_network}: give both the same, and steps VirtualRanks"
                 )
         self.ranks = of_loader or distributed.world_size()
         self.rank = distributed.rank()
+        self.virtual = None
+        VirtualRanks.in_step = ()  # of a loop that an error has ended, in a notebook
         if of_loader:
+            optimizers = [
+                part for part in self.parts.values() if isinstance(part, Optimizer)
+            ]
+            self.virtual = VirtualSteps(found, self._modules(), optimizers)
             self.draws_by_rank = True
             self.share_outside = 0
 
+    def _modules(self) -> list[nn.Module]:
+        """Return those that have a state of each virtual rank, besides the networks of a loop."""
+        return [
+            part
+            for part in self.parts.values()
+            # torchmetrics' add up what all ranks have seen
+            if isinstance(part, nn.Module) and not hasattr(part, "persistent")
+        ]
+
     def _load_buffers(self) -> None:
         """Give the networks the buffers that each rank has had in the epoch that goes on."""
-        virtual = {id(each.module): each for each in self.virtual}
         for name, of_ranks in self.buffers.items():
-            part = self.parts[name]
-            if len(of_ranks) != self.ranks:
-                continue
-            if id(part) in virtual:
-                virtual[id(part)].load_buffers(of_ranks)
-            else:
-                states.load_module(part, of_ranks[self.rank], strict=False)
+            if len(of_ranks) == self.ranks and not self.virtual:
+                mine = of_ranks[self.rank]
+                states.load_module(self.parts[name], mine, strict=False)
         self.buffers.clear()
 
     def _begin_rank(self, rank: int) -> None:
@@ -446,14 +461,17 @@ class Checkpoints:
 
         Before the first and after the last all processes draw alike, as a rank beyond all others.
         """
+        if not self.virtual:
+            yield from batches
+            return
+        self.virtual.begin()
         for number, batch in enumerate(batches):
-            for network in self.virtual:
-                rank = network.begin_pass(number, count)
-                if rank != self.rank:
-                    self._begin_rank(rank)
+            rank = self.virtual.begin_pass(number, count)
+            if rank != self.rank:
+                self._begin_rank(rank)
             yield batch
-        if self.virtual:
-            self._begin_rank(self.ranks)
+        self.virtual.end()
+        self._begin_rank(self.ranks)
 
     @contextlib.contextmanager
     def _in_loop(self) -> Iterator[None]:
@@ -615,7 +633,7 @@ class Checkpoints:
         taken = states.take_states(self.parts)
         return {
             "parts": taken,
-            "of_ranks": states.compare_ranks(self.parts, taken, self.virtual),
+            "of_ranks": states.compare_ranks(self.parts, taken),
             "kinds": states.kinds(self.parts),
             "resumed_from": self.folder.resume,
             "ranks": distributed.world_size(),
@@ -713,6 +731,8 @@ class Checkpoints:
         if global_batch:
             if global_batch != self.global_batch:
                 reason = "another batch size, or other ranks, then"
+                sizes = "batch_size x ranks x accumulate", "the learning rate"
+                say_batches(self.global_batch, global_batch, *sizes)
             self.global_batch = global_batch
         elif not isinstance(batches, Sequence) and self.ranks_then != ranks:
             reason = f"{self.ranks_then} ranks then"
@@ -819,21 +839,3 @@ def stopping(save: Callable[[], object] | None = None) -> Iterator[Callable[[], 
             if save:
                 save()
             exit_stopped("and saved" if save else "")
-
-
-@contextlib.contextmanager
-def explaining() -> Iterator[None]:
-    """Within the block a rank that fails ends all, and one line or block says why, and where.
-
-    A hang of the collectives prints where each rank is. Put it around all of a script's work.
-
-        if __name__ == "__main__":
-            with ddpkit.explaining():
-                main()
-    """
-    from ddpkit.ranks import failures, handlers
-
-    handlers.install_handlers()
-    handlers.note_start()
-    with failures.one_line_errors(loading.explain_loading):
-        yield

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ddpkit.data import samples
-from ddpkit.ranks import distributed, process, protocol
+from ddpkit.ranks import attaching, process, protocol
 from ddpkit.ranks.cpus import cpu_share
 
 
@@ -30,7 +30,7 @@ def configure(
         ddpkit.configure(device, args.seed)
     """
     if debugged:
-        distributed.wait_for_debugger(*debugged)
+        attaching.wait_for_debugger(*debugged)
     samples.seed(seed)
     if deterministic:
         samples.be_deterministic()

@@ -1,6 +1,7 @@
 """The first and the last line of a script."""
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -36,7 +37,7 @@ def before_imports(
             ddpkit.before_imports(parse_args, needs="3.0")
     """
     gc.set_threshold(SELDOM)  # of new objects; the other two remain
-    handlers.install_handlers()
+    install_handlers()
     try:
         check_itself(needs)
         if parse_args:
@@ -54,6 +55,11 @@ def before_imports(
     handlers.note_start()
     if process.is_debugged():
         import_untraced()
+
+
+@functools.cache  # in a process once
+def install_handlers() -> None:
+    handlers.install_handlers()
 
 
 def import_untraced() -> None:
@@ -97,7 +103,9 @@ def version_numbers(text: str) -> list[int]:
 def run_main(main: Callable[[], object]) -> None:
     """Call `main` and leave the group of ranks; if it raises, end all ranks.
 
-    A UserError, or an error whose cause is known, is printed as one line.
+    A UserError, or an error whose cause is known, is printed as one line, others once. A
+    hang of the collectives prints where each rank is. For any script, also one that does not call
+    `before_imports`.
 
         if __name__ == "__main__":
             ddpkit.run_main(main)
@@ -105,6 +113,8 @@ def run_main(main: Callable[[], object]) -> None:
     from ddpkit.data import loading
     from ddpkit.ranks import distributed, failures
 
+    install_handlers()
+    handlers.note_start()
     gc.set_threshold(*THRESHOLDS)
     with failures.one_line_errors(loading.explain_loading, explain_network):
         main()

@@ -9,8 +9,7 @@ import contextlib
 import copy
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ddpkit.errors import UserError, clip, reason_of, shorten
 from ddpkit.ranks import distributed, replicas
 from ddpkit.ranks.replicas import weights_of
-from ddpkit.ranks.virtual import VirtualRanks
 
 State = dict[str, Any]  # what a checkpoint holds, by name
 Names = Mapping[Tensor, str]
@@ -144,17 +142,14 @@ def kinds(parts: Parts) -> dict[str, str]:
 # Whether they are the same on all ranks.
 
 
-def compare_ranks(
-    parts: Parts, taken: State, virtual: Sequence[VirtualRanks] = ()
-) -> dict[str, list[State]]:
+def compare_ranks(parts: Parts, taken: State) -> dict[str, list[State]]:
     """Return the states of all ranks of those parts of which they differ; all have to call it.
 
     Of a network that is what it has besides weights. taken: what `take_states` has returned.
-    virtual: networks, of which the buffers of all virtual ranks are kept.
 
     Raises a UserError if that is a part that has to be the same on all ranks.
     """
-    if distributed.world_size() == 1 and not virtual:
+    if distributed.world_size() == 1:
         return {}
     weights = {name: weight for weight, name in names_of(parts).items()}
     replicas.check_same(replicas.plain(weights.items()))
@@ -167,12 +162,7 @@ def compare_ranks(
             }
     ranks = distributed.gather_objects(checksums(others))
     own = {}
-    networks = {id(each.module): each for each in virtual}
     for name, part in parts.items():
-        if id(part) in networks:
-            buffers = networks[id(part)].buffers_of_ranks()
-            own[name] = list(chain(*distributed.gather_objects(buffers)))
-            continue
         if len({each[name] for each in ranks}) == 1:
             continue
         if isinstance(part, ON_ALL):

@@ -121,12 +121,17 @@ def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
 
 
 def class_weights(
-    given: str | Sequence[float] | None, dataset: object, classes: Sequence[str]
+    given: str | Sequence[float] | None,
+    dataset: object,
+    classes: Sequence[str],
+    several_labels: bool = False,
 ) -> Tensor | None:
     """Return the weight of each class, float32 (classes,), on the CPU; None if none are `given`.
 
     given: --class-weights, "auto" or a number for each class. "auto" is total / (classes x count),
     scikit-learn's "balanced", of the classes that the training set `dataset` has; 1 for others.
+    several_labels: what images with the class weigh instead, (images - count) / count, for its own
+    answer.
     Every rank has to call it: with "auto" each counts a share of the samples.
 
     Raises a UserError if there are not as many numbers as classes.
@@ -144,7 +149,10 @@ def class_weights(
         return torch.tensor(given, dtype=torch.float32)
     rows = count_classes(dataset, classes)
     totals = np.bincount(rows[:, 1], weights=rows[:, 2], minlength=len(classes))
-    weights = totals.sum() / np.count_nonzero(totals) / np.maximum(totals, 1)
+    usual = np.full(len(classes), totals.sum() / np.count_nonzero(totals))
+    if several_labels:
+        usual = np.maximum((samples.size(dataset) or 0) - totals, 1)
+    weights = usual / np.maximum(totals, 1)
     weights[totals == 0] = 1  # which no sample uses
     warn(classes, totals, "none of the training samples (weight 1)")
     say_line("weights in the loss", classes, [f"{weight:.3g}" for weight in weights])

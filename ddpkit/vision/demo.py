@@ -8,7 +8,6 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,60 +23,52 @@ SIDE = 128  # pixels; all images are square
 FINE = 4  # cracks are drawn so much larger, then reduced: smooth edges
 
 
-def demo_classes(folder: Path | None = None, train: int = 1680, val: int = 300) -> Path:
-    """Draw six patterns in any colours, size, turn and light; return the folder.
-
-    folder: to make, data/demo in the project by default, as one's own data would be: {train,val}/
-        <class>/*.jpg. It appears once it is whole; if it is there nothing is done.
-    train, val: how many images.
-
-        data = args.data or ddpkit.demo_classes()
-    """
-
-    def save_pattern(part: Path, number: int, rng: random.Random) -> None:
-        name = PATTERNS[number % len(PATTERNS)]
-        (part / name).mkdir(exist_ok=True)
-        draw_pattern(name, rng).save(part / name / f"{number:04d}.jpg", quality=90)
-
-    return _draw(folder, train, val, save_pattern)
-
-
-def demo_masks(folder: Path | None = None, train: int = 400, val: int = 100) -> Path:
-    """Draw thin dark cracks in concrete, with their masks; return the folder.
-
-    As `demo_classes`, but {train,val}/images/*.jpg, {train,val}/masks/*.png and classes.txt.
-
-        data = args.data or ddpkit.demo_masks()
-    """
-
-    def save_cracks(part: Path, number: int, rng: random.Random) -> None:
-        if not number:
-            (part.parent / "classes.txt").write_text("background\ncrack\n", "utf-8")
-        image, mask = draw_cracks(rng)
-        for kind in "images", "masks":
-            (part / kind).mkdir(exist_ok=True)
-        image.save(part / "images" / f"{number:04d}.jpg", quality=92)
-        mask.save(part / "masks" / f"{number:04d}.png")
-
-    return _draw(folder, train, val, save_cracks)
-
-
-def _draw(
-    folder: Path | None,
-    train: int,
-    val: int,
-    save: Callable[[Path, int, random.Random], None],
+def demo_set(
+    folder: Path | None = None,
+    train: int | None = None,
+    val: int | None = None,
+    masks: bool = False,
 ) -> Path:
+    """Draw small images, and write them as your own data would be; return the folder.
+
+    Six patterns in any colours, size, turn and light, in {train,val}/<class>/*.jpg. masks: thin
+    dark cracks in concrete, {train,val}/images/*.jpg, {train,val}/masks/*.png and classes.txt.
+
+    folder: to make, data/demo in the project by default. It appears once it is whole; if it is
+        there nothing is done. train, val: how many images; by default 1680 and 300, with masks 400
+        and 100.
+
+        data = args.data or ddpkit.demo_set()
+    """
     folder = folder or process.project() / "data/demo"
     if folder.is_dir():
         return folder
+    counts = {"train": train or (400 if masks else 1680)}
+    counts["val"] = val or (100 if masks else 300)
+    save = save_cracks if masks else save_pattern
     with files.filling(folder) as partial:
         print_line(f"drawing the demo set in {os.path.relpath(folder)} ...", sys.stdout)
-        for part, count in {"train": train, "val": val}.items():
+        for part, count in counts.items():
             (partial / part).mkdir()
             for number in range(count):
                 save(partial / part, number, random.Random(f"{part} {number}"))
     return folder
+
+
+def save_pattern(part: Path, number: int, rng: random.Random) -> None:
+    name = PATTERNS[number % len(PATTERNS)]
+    (part / name).mkdir(exist_ok=True)
+    draw_pattern(name, rng).save(part / name / f"{number:04d}.jpg", quality=90)
+
+
+def save_cracks(part: Path, number: int, rng: random.Random) -> None:
+    if not number:
+        (part.parent / "classes.txt").write_text("background\ncrack\n", "utf-8")
+    image, mask = draw_cracks(rng)
+    for kind in "images", "masks":
+        (part / kind).mkdir(exist_ok=True)
+    image.save(part / "images" / f"{number:04d}.jpg", quality=92)
+    mask.save(part / "masks" / f"{number:04d}.png")
 
 
 def draw_pattern(name: str, rng: random.Random) -> Image.Image:

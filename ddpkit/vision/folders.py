@@ -1,10 +1,8 @@
 """Data sets of files: the folders in DIR, or its lists train.csv and val.csv."""
 
-import csv
 import functools
 import os
 import re
-import unicodedata
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +20,9 @@ from ddpkit.data.format import MEAN, STD, Format, read_format
 from ddpkit.data.samples import Packed
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
-from ddpkit.vision import class_counts, masks, pairing, places
+from ddpkit.vision import class_counts, lists, masks, pairing, places
 from ddpkit.vision.images import LazyImage, open_image
+from ddpkit.vision.names import hint_at_look, refuse_alike
 from ddpkit.vision.places import EXTENSIONS, Place
 
 # as are often beside images
@@ -45,7 +44,6 @@ Note = Callable[[UserError], None]  # what becomes of an error
 COLUMNS = {False: ("file", "label"), True: ("image", "mask")}  # of lists; with masks
 FILE_COLUMNS = {"file", "image", "mask"}
 SEPARATOR = ";"  # of labels
-SPLIT_COLUMNS = {"split", "subset", "set", "part", "partition"}  # in a list
 REMEDY = "names may differ by one ending, the same for all, or list the pairs in DIR/train.csv"
 
 
@@ -234,8 +232,15 @@ def split(
         note(UserError(f"{few}; add more, or {place}, or fewer folds"))
         return samples, []
     why = f"--fold {fold[0]}/{fold[1]}" if fold else f"no {place}"
+    list_of_groups = "train.csv" if has_lists(root) else "groups.csv"
+    together = "whole groups"
+    if len(samples[0]) == 2:
+        together = (
+            f"if some belong together, as those of a patient or a video do, name their groups in "
+            f"{root / list_of_groups}"
+        )
     distributed.print0(
-        f"{why}: {len(held)} of {len(samples)} images used for validation"
+        f"{why}: {len(held)} of {len(samples)} images used for validation; {together}"
     )
     others = [sample for n, sample in enumerate(samples) if n not in held]
     return others, [samples[n] for n in sorted(held)]
@@ -280,16 +285,47 @@ def read_parts(
             f"{old}: is not read any more; rename it, then python -m ddpkit check {root} "
             "--skip-broken writes lists without broken images; take out what else it names"
         )
+    parts = {}
     if not has_lists(root):
         read = match_pairs if has_masks else read_class_folders
-        found = places.find_places(root, has_masks, wanted)
-        return {part: read(place, note) for part, place in found.items()}
-    parts = {}
+        for part, place in places.find_places(root, has_masks, wanted).items():
+            parts[part] = add_groups(read(place, note), root / "groups.csv", note)
+        return parts
     for part in wanted:
         path = find_list(root, part)
         if path:
-            parts[part] = read_list(path, has_masks, note)
+            parts[part] = read_list(path, COLUMNS[has_masks], note)
     return parts
+
+
+def add_groups(pairs: Pairs, path: Path, note: Note) -> Pairs:
+    """Return pairs with the group of each image, if there is a list of groups at `path`."""
+    if not path.exists():
+        return pairs
+    group_of = dict(read_list(path, ("file", "group"), note))
+    for image, *_ in pairs:
+        if image not in group_of:
+            note(UserError(f"{path}: has no row for {image}; add one"))
+    return [(*pair, group_of[pair[0]]) for pair in pairs if pair[0] in group_of]
+
+
+def find_leaks(root: Path, train: Pairs, others: Pairs) -> list[str]:
+    """Return lines about groups that are in two parts, and files that have two labels."""
+    lines = []
+    groups, groups_of_others = (
+        {group for _, _, *own in pairs for group in own} for pairs in (train, others)
+    )
+    shared = sorted(groups & groups_of_others)
+    if shared:
+        lines.append(
+            f"{root}: {len(shared)} groups are in the training set and in another part, so that "
+            f"scores count what was trained on: {shorten(shared)}; move their rows into one"
+        )
+    label_of: dict[str, object] = {}
+    for path, label, *_ in [*train, *others]:
+        if label_of.setdefault(path, label) != label:
+            lines.append(f"{path}: is listed twice, with two labels; remove a row")
+    return lines
 
 
 def has_several(root: Path, train: Pairs) -> bool:
@@ -317,16 +353,17 @@ def find_labelled(
     """
     train, val = find_parts(root, False, part, fold, note)
     several = has_several(root, train)
-    names = names_in(train, several)
+    known = names_in(train, several)
+    refuse_alike(sorted(known), root)
     # 10 comes after 9, not after 1
-    are_numbers = all(name.isdecimal() for name in names)
-    classes = sorted(names, key=lambda name: (int(name) if are_numbers else 0, name))
+    are_numbers = all(name.isdecimal() for name in known)
+    classes = sorted(known, key=lambda name: (int(name) if are_numbers else 0, name))
     if len(classes) < 2:
         own = f" ({classes[0]})" if classes else ""
         few = f"{root}: {len(classes)} class(es) for training{own}; at least two are needed"
         note(UserError(few))
-    for unknown in sorted(names_in(val or [], several) - names):
-        form = hint_at_forms(unknown, classes)
+    for unknown in sorted(names_in(val or [], several) - known):
+        form = hint_at_look(unknown, classes)
         of = "validation" if part == "val" else part
         line = f"{root}: class {unknown} of {of} is not in the training set{form}"
         note(UserError(line))
@@ -339,13 +376,12 @@ def find_labelled(
 
 
 def names_in(samples: Pairs, several: bool) -> set[str]:
-    return {name for sample in samples for name in labels_in(sample[1], several)}
+    return {name for sample in samples for name in class_names(sample[1], several)}
 
 
-def labels_in(text: str, several: bool) -> list[str]:
-    """Return the class names in a text: one, or those in "cat; dog" if there are several."""
-    parts = text.split(SEPARATOR) if several else [text]
-    return [part.strip() for part in parts if part.strip()]
+def class_names(label: str, several: bool) -> list[str]:
+    """Return the classes in a label: one, or those in "cat; dog" if there are several."""
+    return lists.labels_in(label, SEPARATOR if several else "")
 
 
 def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs:
@@ -354,7 +390,7 @@ def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs
     found = []
     for path, label, *group in samples:
         # without doubles, such as "cat; cat"; unknown ones come in `check` alone
-        known = number_of.keys() & set(labels_in(label, several))
+        known = number_of.keys() & set(class_names(label, several))
         own = sorted(number_of[name] for name in known)
         if several:
             found.append((path, SEPARATOR.join(map(str, own)), *group))
@@ -433,15 +469,6 @@ def refuse_splits(
         )
 
 
-def hint_at_forms(name: str, others: Iterable[str]) -> str:
-    """Return a remark if `name` looks as one of `others`, but is of other letters in Unicode."""
-    form = unicodedata.normalize("NFC", name)
-    forms = {unicodedata.normalize("NFC", other) for other in others}
-    if name.isascii() or form not in forms:
-        return ""
-    return "; it looks the same, but has another Unicode form (NFC, NFD): rename it"
-
-
 def find_mask_pairs(
     root: Path, part: str = "val", fold: Fold | None = None, note: Note = raise_it
 ) -> tuple[Pairs, Pairs]:
@@ -487,57 +514,42 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
     ]
 
 
-def read_list(path: Path, has_masks: bool, note: Note = raise_it) -> Pairs:
-    """Return the values of COLUMNS in each row of a CSV file, and of `group`, if it has that."""
-    columns = COLUMNS[has_masks]
-    found = []
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            table = csv.DictReader(file, restval="")
-            # None in an empty file
-            names = [name.strip() for name in table.fieldnames or ()]
-            table.fieldnames = names
-            for name in columns:
-                if name not in names:
-                    raise UserError(
-                        f"{path}: no column {name} in its first line, which must name the "
-                        f"columns {','.join(columns)}, or have it read by "
-                        f"{places.convert_command(path.parent)}"
-                    )
-            wanted = [*columns, "group"] if "group" in names else columns
-            others = [name for name in names if name and name not in wanted]
-            if others:
-                distributed.print0(f"{path}: columns not used: {', '.join(others)}")
-            for row in table:
-                line = f"{path}, line {table.line_num}"
-                values = {name: row[name].strip() for name in names}
-                if not any(values.values()):  # as spreadsheets leave below the last one
-                    continue
-                for name in others:
-                    refuse_part(line, name, values[name], path)
-                try:
-                    found.append(_read_row(line, values, wanted, path.parent))
-                except UserError as error:
-                    note(error)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(
-            f"{path}: cannot be read ({error}); save it as CSV in UTF-8"
-        ) from None
-    if not found:
+def read_list(path: Path, columns: Sequence[str], note: Note = raise_it) -> Pairs:
+    """Return the values of `columns` in each row of a CSV file, and of `group`, if it has that."""
+    rows = list(lists.read_rows(path))
+    if not rows:
         raise UserError(f"{path}: no rows; list the samples in it, or remove the file")
-    return found
+    there = rows[0][1].keys()
+    for name in columns:
+        if name not in there:
+            raise UserError(
+                f"{path}: no column {name} in its first line, which must name the columns "
+                f"{','.join(columns)}, or have it read by {places.convert_command(path.parent)}"
+            )
+    wanted = list(dict.fromkeys([*columns, *({"group"} & there)]))
+    others = [name for name in there if name and name not in wanted]
+    if others:
+        distributed.print0(f"{path}: columns not used: {', '.join(others)}")
+    column = lists.part_column(row for _, row in rows)
+    pairs = []
+    for number, row in rows:
+        line = f"{path}, line {number}"
+        refuse_part(line, column, row.get(column, ""), path)
+        try:
+            pairs.append(_read_row(line, row, wanted, path.parent))
+        except UserError as error:
+            note(error)
+    return pairs
 
 
 def refuse_part(line: str, column: str, name: str, path: Path) -> None:
-    """Raise a UserError if a row of the list at `path` is of another part than that."""
-    found = places.part_in_name(name) if places.is_part(name) else ""
-    if column.lower() in SPLIT_COLUMNS and found not in (
-        "",
-        places.part_in_name(path.stem),
-    ):
+    """Raise a UserError if a row of the list at `path` names another part in `column`."""
+    own = places.part_in_name(path.stem)
+    other = places.PART_OF.get(name.lower(), own)
+    if own and other != own:
         raise UserError(
-            f"{line}: {column} is {name}, but all rows of this list are for "
-            f"{places.part_in_name(path.stem)}; move those of {found} into {found}.csv"
+            f"{line}: {column} is {name}, but all rows of this list are for {own}; move those of "
+            f"{other} into {other}.csv"
         )
 
 
@@ -553,7 +565,12 @@ def _read_row(
         if name in FILE_COLUMNS:
             value = os.path.join(root, value)  # one from the root stays as it is
             if not os.path.isfile(value):
-                raise UserError(f"{line}: {value} does not exist; correct the line")
+                folder, file = os.path.split(value)
+                there = os.listdir(folder) if os.path.isdir(folder) else ()
+                hint = hint_at_look(file, there)
+                raise UserError(
+                    f"{line}: {value} does not exist; correct the line{hint}"
+                )
         values.append(value)
     return tuple(values)
 
@@ -720,6 +737,8 @@ def _make_parts(
     arch: str = "",
 ) -> tuple[Part, Part]:
     """Return the two parts of `data`, with the format of their images."""
+    for line in find_leaks(data, train, val):
+        distributed.print0(line)
     format = read_format(data)
     crop = Part.crop
     if arch.startswith("timm/"):

@@ -52,6 +52,7 @@ HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"
 # at the end, by some cameras
 PADDING = re.compile(r"\b\d\d? extraneous bytes before marker 0xd9")
 ALPHA = ("LA", "RGBA")  # modes of Pillow whose last channel is alpha
+STRETCHED = "stretched"  # in Image.info
 LFS = b"version https://git-lfs"
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 GREYS = bytes(np.arange(256, dtype=np.uint8).repeat(3))  # a palette, R G B, ...
@@ -153,7 +154,10 @@ class LazyImage(Image.Image):
         return LazyImage.of, (np.array(self._decoded(1)),)
 
     def read(
-        self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0
+        self,
+        box: Box | None = None,
+        size: tuple[int, int] | None = None,
+        fill: int = 0,
     ) -> Tensor:
         """Return uint8 (3, H, W): what is in `box`, resized to `size`, as the mean of its pixels.
 
@@ -189,7 +193,11 @@ class LazyImage(Image.Image):
             return found[..., None] if self.mode == "F" else found
         return self.decode(shrink) if shrink > 1 else self.pixels
 
-    def _edges(self, box: Box, size: tuple[int, int] | None) -> tuple[int, Box]:
+    def _edges(
+        self,
+        box: Box,
+        size: tuple[int, int] | None,
+    ) -> tuple[int, Box]:
         """Return by how much to shrink, and the top, left, bottom and right edges then."""
         top, left, height, width = box
         # by how much it has to shrink at least; more than that would lose pixels
@@ -210,14 +218,20 @@ class LazyMask(LazyImage):
     """
 
     def __init__(
-        self, stored: np.ndarray, translate: Callable[[np.ndarray], np.ndarray]
+        self,
+        stored: np.ndarray,
+        translate: Callable[[np.ndarray], np.ndarray],
     ) -> None:
         height, width = stored.shape
         super().__init__(height, width, lambda _: translate(stored), mode="P")
         self.stored = stored
         self.translate = translate
 
-    def transform(self, *how: Any, **options: Any) -> Image.Image:
+    def transform(
+        self,
+        *how: Any,
+        **options: Any,
+    ) -> Image.Image:
         """As PIL's, which rotations and shears call, but not filled with a class."""
         if options.get("fillcolor") in (None, 0, (0,)):
             raise UserError(
@@ -228,7 +242,10 @@ class LazyMask(LazyImage):
         return super().transform(*how, **options)
 
     def read(
-        self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0
+        self,
+        box: Box | None = None,
+        size: tuple[int, int] | None = None,
+        fill: int = 0,
     ) -> Tensor:
         """Return uint8 (H, W), as `LazyImage.read`, but of single pixels."""
         box = box or (0, 0, self.height, self.width)
@@ -253,7 +270,10 @@ class LazyMask(LazyImage):
 
 
 def _nearest(
-    first: int, end: int, count: int, length: int
+    first: int,
+    end: int,
+    count: int,
+    length: int,
 ) -> tuple[int, slice | np.ndarray]:
     """Return which rows, or columns, nearest-exact of torch takes if it resizes those from `first`
     to `end` to `count`; of them, how many lie before the first of the `length` that there are.
@@ -267,7 +287,10 @@ def _nearest(
     return int(np.count_nonzero(places < 0)), places[is_inside]
 
 
-def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
+def open_image(
+    path: str,
+    format: Format = DEFAULT_FORMAT,
+) -> LazyImage:
     """Return the image at `path`, in RGB or with the channels that `format` asks for.
 
     Raises a UserError that names the file if it cannot be read.
@@ -334,7 +357,11 @@ def _divide(data: bytes) -> tuple[list[bytes], bytes]:
     return header, data[at:]
 
 
-def _open_jpeg(path: str, data: bytes, size: tuple[int, int]) -> LazyImage:
+def _open_jpeg(
+    path: str,
+    data: bytes,
+    size: tuple[int, int],
+) -> LazyImage:
     width, height = size
 
     def decode(shrink: int) -> np.ndarray:
@@ -354,7 +381,10 @@ def _open_jpeg(path: str, data: bytes, size: tuple[int, int]) -> LazyImage:
 
 
 def _decode_strictly(
-    data: bytes, kind: str, rows: int, columns: int
+    data: bytes,
+    kind: str,
+    rows: int,
+    columns: int,
 ) -> np.ndarray | None:
     """Return the pixels of a JPEG, at least so many rows and columns; None if Pillow has to try.
 
@@ -376,7 +406,10 @@ def _decode_strictly(
     return None
 
 
-def _upright(file: ImageFile.ImageFile, data: bytes) -> Image.Image:
+def _upright(
+    file: ImageFile.ImageFile,
+    data: bytes,
+) -> Image.Image:
     """Return the image in `data`, which `file` has opened, as EXIF turns it."""
     if file.format in ("JPEG", "MPO"):
         kind = "CMYK" if file.mode == "CMYK" else "RGB"
@@ -391,7 +424,10 @@ def decoder() -> str:
     return "simplejpeg" if simplejpeg else "Pillow"
 
 
-def read_stored(path: str, format: Format = DEFAULT_FORMAT) -> Image.Image:
+def read_stored(
+    path: str,
+    format: Format = DEFAULT_FORMAT,
+) -> Image.Image:
     """Return the image at `path`, upright and otherwise as it is stored; for masks."""
     with _reading(path, is_mask=True):
         # Its content, because Pillow, if it maps the file, turns some TIFFs wrongly.
@@ -401,6 +437,8 @@ def read_stored(path: str, format: Format = DEFAULT_FORMAT) -> Image.Image:
                 raise ValueError(
                     "colours or alpha of 16 bits, of which 8 would be read"
                 )
+            # greys of 2 or 4 bits, which Pillow stretches to 0 to 255
+            file.info[STRETCHED] = bool(re.search("L;[24]", str(file.tile)))
             ImageOps.exif_transpose(file, in_place=True)
             return file
 
@@ -413,7 +451,11 @@ def is_deep(file: ImageFile.ImageFile) -> bool:
     return file.mode[0] in "IF" or (file.format == "PNG" and ";16B" in str(file.tile))
 
 
-def read_values(path: str, data: bytes, format: Format) -> np.ndarray:
+def read_values(
+    path: str,
+    data: bytes,
+    format: Format,
+) -> np.ndarray:
     """Return the values of a file, of their own type: (H, W, channels)."""
     if is_array(path):
         values = _read_npy(path, data, format)
@@ -442,7 +484,11 @@ def read_values(path: str, data: bytes, format: Format) -> np.ndarray:
     return values
 
 
-def _read_npy(path: str, data: bytes, format: Format) -> np.ndarray:
+def _read_npy(
+    path: str,
+    data: bytes,
+    format: Format,
+) -> np.ndarray:
     """Return the array in `data`, a view of it: its header may claim any size."""
     file = io.BytesIO(data)
     npy = np.lib.format
@@ -456,7 +502,11 @@ def _read_npy(path: str, data: bytes, format: Format) -> np.ndarray:
     return values.reshape(shape, order="F" if is_fortran else "C")
 
 
-def _read_tiff(path: str, data: bytes, format: Format) -> np.ndarray:
+def _read_tiff(
+    path: str,
+    data: bytes,
+    format: Format,
+) -> np.ndarray:
     """Return (H, W) or (H, W, channels); pages of one size are channels."""
     try:
         import tifffile
@@ -495,7 +545,10 @@ def _read_tiff(path: str, data: bytes, format: Format) -> np.ndarray:
 
 
 def _ends(
-    path: str, values: np.ndarray, format: Format, may_be_dark: bool
+    path: str,
+    values: np.ndarray,
+    format: Format,
+    may_be_dark: bool,
 ) -> Sequence[float]:
     """Return which of the `values` become black and white; a UserError if that is not known."""
     type = "float" if values.dtype.kind == "f" else values.dtype.name
@@ -514,7 +567,11 @@ def _ends(
     return low, high
 
 
-def _to_rgb(path: str, values: np.ndarray, format: Format) -> np.ndarray:
+def _to_rgb(
+    path: str,
+    values: np.ndarray,
+    format: Format,
+) -> np.ndarray:
     """Return `values` as uint8 (H, W, 3), in 256 steps of equal width: of 16 bits the upper 8."""
     height, width, channels = values.shape
     values = values[..., : 3 if channels > 2 else 1]  # without alpha
@@ -523,7 +580,11 @@ def _to_rgb(path: str, values: np.ndarray, format: Format) -> np.ndarray:
     return np.broadcast_to(pixels.astype(np.uint8), (height, width, 3))
 
 
-def _to_floats(path: str, values: np.ndarray, format: Format) -> np.ndarray:
+def _to_floats(
+    path: str,
+    values: np.ndarray,
+    format: Format,
+) -> np.ndarray:
     """Return `values` as float32, 0 to 1."""
     low, high = _ends(path, values, format, may_be_dark=True)
     # Integers of 32 bits have more digits than float32.
@@ -546,7 +607,10 @@ def visible(image: Tensor) -> Tensor:
     return stretched.clamp(0, 255).byte().expand(3, -1, -1)
 
 
-def read_array(path: str, format: Format = DEFAULT_FORMAT) -> np.ndarray:
+def read_array(
+    path: str,
+    format: Format = DEFAULT_FORMAT,
+) -> np.ndarray:
     """Return the numbers in a .npy file, (height, width); for masks."""
     with _reading(path, is_mask=True):
         values = _read_npy(path, files.read_file(path), format)
@@ -565,7 +629,10 @@ def is_array(path: str) -> bool:
     return path.lower().endswith(".npy")
 
 
-def _read_heif_too(path: str, data: bytes) -> None:
+def _read_heif_too(
+    path: str,
+    data: bytes,
+) -> None:
     """Have Pillow open what phones write, if it is that: a package of its own does it."""
     is_heif = data[4:8] == b"ftyp" and data[8:12] in HEIF_BRANDS
     if not is_heif or b"avif" in data[:64] or "HEIF" in FORMATS:
@@ -580,11 +647,13 @@ def _read_heif_too(path: str, data: bytes) -> None:
     FORMATS.append("HEIF")
 
 
-def open_header(path: Path | str) -> ImageFile.ImageFile:
-    """Open an image file, of which only the header is read; close it afterwards."""
-    with open(path, "rb") as file:
+@contextlib.contextmanager
+def open_header(path: Path | str) -> Iterator[ImageFile.ImageFile]:
+    """Give the block an image file, of which only the header is read."""
+    with files.open_file(path) as file:
         _read_heif_too(str(path), file.read(64))
-    return Image.open(path, formats=FORMATS)
+        file.seek(0)
+        yield Image.open(file, formats=FORMATS)
 
 
 def _open_bytes(data: bytes) -> ImageFile.ImageFile:
@@ -593,7 +662,10 @@ def _open_bytes(data: bytes) -> ImageFile.ImageFile:
 
 @contextlib.contextmanager
 def _opened(
-    path: str, data: bytes, format: Format, is_mask: bool = False
+    path: str,
+    data: bytes,
+    format: Format,
+    is_mask: bool = False,
 ) -> Iterator[ImageFile.ImageFile]:
     """Open the image in `data`, of which only the header is read; refuse what is too large."""
     if data.startswith(LFS):
@@ -629,7 +701,10 @@ def _opened(
 
 
 @contextlib.contextmanager
-def _reading(path: str, is_mask: bool = False) -> Iterator[None]:
+def _reading(
+    path: str,
+    is_mask: bool = False,
+) -> Iterator[None]:
     """Name the file in what is raised within the block."""
     try:
         yield

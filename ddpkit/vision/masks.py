@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from ddpkit import files
 from ddpkit.data.format import DEFAULT_FORMAT, VOID, Format
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import images
@@ -31,16 +32,27 @@ KNOWN = 256  # the bit above those of a class number
 LOSSY = ("JPEG", "MPO", "AVIF", "HEIF")  # formats of Pillow
 MANY = 8  # values that no line of classes.txt has, as smoothed edges have
 FORMS = "NAME, NAME = VALUE, or NAME = R G B with colours of 0 to 255"
-LINE = re.compile(
-    r"([^=]*[^=\s])(?:\s*=\s*(-?\d{1,9}|\d{1,3}[\s,]+\d{1,3}[\s,]+\d{1,3}))?"
+RGB = r"\d{1,3}[\s,]+\d{1,3}[\s,]+\d{1,3}"
+LINE = re.compile(rf"([^=]*[^=\s])(?:\s*=\s*(-?\d{{1,9}}|{RGB}))?")
+# Lists of other programs: NAME,R,G,B; NAME:R,G,B::; R G B NAME; VALUE, NAME; NAME.
+OTHER_LISTS = re.compile(
+    r"\w*class_?dict\w*\.csv|_classes\.csv|label_?colou?rs\.txt|labelmap\.txt|"
+    r"codes\.txt|class_names\.txt",
+    re.IGNORECASE,
 )
+NAME_FIRST = re.compile(rf"(?P<name>.*?)[\s,:;]+(?P<value>{RGB})[\s:]*")
+NAME_LAST = re.compile(rf"(?P<value>{RGB}|\d+)[\s,:;]+(?P<name>.+)")
+# Names of no class in such lists, in small letters: their pixels are void.
+VOID_NAMES = ("void", "ignore", "ignored", "unlabeled", "unlabelled")
 
 
 class Classes(list[str]):
     """The class names, with `colors`, uint8 (classes, 3), if the user has chosen them."""
 
     def __init__(
-        self, names: Sequence[str], colors: Sequence[Sequence[int]] | None = None
+        self,
+        names: Sequence[str],
+        colors: Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__(names)
         self.colors = np.array(colors, dtype=np.uint8) if colors else None
@@ -55,7 +67,12 @@ class Labels(Classes):
     meant: what the masks that were read mean.
     """
 
-    def __init__(self, names: Sequence[str], kind: int, keys: dict[tuple, int]) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        kind: int,
+        keys: dict[tuple, int],
+    ) -> None:
         self.colored: dict[int, int] = {}
         greys: dict[int, int] = {}
         if kind == 3:
@@ -85,14 +102,43 @@ def unnamed() -> Labels:
 
 
 def read_classes(path: Path) -> Labels:
-    """Return what the file at `path` says."""
-    if not path.is_file():
-        return unnamed()
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    return parse(text.splitlines(), path)
+    """Return what the classes.txt at `path` says, or beside it a list of another program."""
+    listed = path if path.is_file() else find_list(path.parent)
+    return parse(read_lines(listed), listed) if listed else unnamed()
 
 
-def parse(lines: Sequence[str], path: Path) -> Labels:
+def find_list(folder: Path) -> Path | None:
+    """Return the file in `folder` in which another program lists the classes of masks."""
+    names = sorted(each.name for each in folder.iterdir())
+    return next((folder / name for name in names if OTHER_LISTS.fullmatch(name)), None)
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of classes.txt; those of another list as classes.txt would have them."""
+    lines = files.read_file(path).decode("utf-8-sig", "replace").splitlines()
+    if path.name == "classes.txt":
+        return lines
+    if path.suffix.lower() == ".csv":
+        lines[:1] = []  # which names the columns
+    return [translate_line(re.sub(r'["\[\]]', "", line).strip()) for line in lines]
+
+
+def translate_line(line: str) -> str:
+    """Return a line of another program's list as classes.txt has it."""
+    match = NAME_FIRST.fullmatch(line) or NAME_LAST.fullmatch(line)
+    name = match["name"] if match else line
+    plain = name.strip(" _").lower()
+    if plain in VOID_NAMES:
+        name = "void"
+    elif plain == "background":
+        name = plain
+    return f"{name} = {match['value']}" if match else name
+
+
+def parse(
+    lines: Sequence[str],
+    path: Path,
+) -> Labels:
     """Return what the lines of the classes.txt at `path` say; a UserError names a wrong line."""
     rows: list[tuple[str, tuple[int, ...], bool]] = []
     for row, line in enumerate(lines, 1):
@@ -129,12 +175,20 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
     return Labels(names, kind, keys)
 
 
-def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.ndarray:
+def read_mask(
+    path: str,
+    labels: Labels,
+    format: Format = DEFAULT_FORMAT,
+) -> np.ndarray:
     """Return the whole mask at `path` as class numbers or VOID, uint8 (H, W)."""
     return lazy_mask(path, labels, format).pixels
 
 
-def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> LazyMask:
+def lazy_mask(
+    path: str,
+    labels: Labels,
+    format: Format = DEFAULT_FORMAT,
+) -> LazyMask:
     """Return the mask at `path`, whose class numbers are looked up where it is read.
 
     Raises a UserError if the file is no mask. That a value is no class is found, too, where it is
@@ -175,16 +229,18 @@ def lazy_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> Laz
 
 
 def _read_bytes(
-    path: str, labels: Labels, image: Image.Image
+    path: str,
+    labels: Labels,
+    image: Image.Image,
 ) -> tuple[np.ndarray, "Legend"]:
     """Return the values of 8 bits that stand for classes, uint8 (H, W), and their legend."""
     stored = np.asarray(image)
-    if image.mode == "L":
-        return stored, GreyLegend(path, labels)
     is_two_tone = image.mode == "1"
+    is_stretched = image.info.get(images.STRETCHED)
+    shown = stored
     if is_two_tone:
         shown = stored.astype(np.uint8) * 255
-    else:
+    elif image.mode == "P":
         colors = np.zeros((256, 3), np.uint8)
         palette = image.getpalette() or []  # of the entries that the file has
         colors.flat[: len(palette)] = palette
@@ -193,12 +249,23 @@ def _read_bytes(
         # What counts is what it shows: an encoder numbers its greys as it likes.
         shown = colors[:, 0].take(stored)
         is_two_tone = not (shown % 255).any() and (shown != stored).any()
+        # as numbers of 2 or 4 bits get, to be seen
+        wide = stored.astype(int)
+        is_stretched = shown.any() and any((shown == n * wide).all() for n in (17, 85))
+    if is_stretched and not labels.has_greys:
+        raise UserError(
+            f"{path}: greys of 2 or 4 bits, which may mean their numbers or what they show; save "
+            "masks with 8 bits, or list what they show in classes.txt: NAME = R G B"
+        )
     if is_two_tone:  # 0 and 1 may be meant as well as 0 and 255
         return shown.clip(max=labels.white), TwoToneLegend(path, labels)
     return shown, GreyLegend(path, labels)
 
 
-def _refuse_changed(path: str, image: Image.Image) -> None:
+def _refuse_changed(
+    path: str,
+    image: Image.Image,
+) -> None:
     # a file of its own, or in a TIFF
     is_jpeg = image.info.get("compression") == "jpeg"
     kind = "JPEG" if is_jpeg else image.format
@@ -208,7 +275,10 @@ def _refuse_changed(path: str, image: Image.Image) -> None:
         )
 
 
-def _refuse_clear(path: str, image: Image.Image) -> None:
+def _refuse_clear(
+    path: str,
+    image: Image.Image,
+) -> None:
     if image.getchannel("A").getextrema()[0] != VOID:
         raise UserError(
             f"{path}: a mask with transparent pixels; save it without transparency"
@@ -225,7 +295,11 @@ class Legend:
 
     tones = "other numbers"  # what black and white mean in it
 
-    def __init__(self, path: str, labels: Labels) -> None:
+    def __init__(
+        self,
+        path: str,
+        labels: Labels,
+    ) -> None:
         self.path = path
         self.labels = labels
         self.numbers = labels.values  # class number or VOID, by what a pixel has
@@ -297,7 +371,12 @@ class TwoToneLegend(Legend):
 class PaletteLegend(Legend):
     """Of the numbers of the entries in a palette of colours."""
 
-    def __init__(self, path: str, labels: Labels, colors: list[list[int]]) -> None:
+    def __init__(
+        self,
+        path: str,
+        labels: Labels,
+        colors: list[list[int]],
+    ) -> None:
         super().__init__(path, labels)
         self.colors = colors  # of 256 entries: red, green, blue
 
@@ -315,7 +394,11 @@ class PaletteLegend(Legend):
 class ColorLegend(Legend):
     """Of colours, as `_as_keys` has them."""
 
-    def __init__(self, path: str, labels: Labels) -> None:
+    def __init__(
+        self,
+        path: str,
+        labels: Labels,
+    ) -> None:
         super().__init__(path, labels)
         self.numbers = labels.colored
 
@@ -332,7 +415,10 @@ def _values_in(stored: np.ndarray) -> list[int]:
     return np.flatnonzero(Image.fromarray(stored).histogram()).tolist()
 
 
-def add_meanings(known: Meant, found: Meant) -> None:
+def add_meanings(
+    known: Meant,
+    found: Meant,
+) -> None:
     """Add to what masks mean what another one means; a UserError if it contradicts them."""
     for shown, (meaning, path) in found.items():
         before, other = known.setdefault(shown, (meaning, path))
@@ -344,7 +430,8 @@ def add_meanings(known: Meant, found: Meant) -> None:
 
 
 def _look_up(
-    numbers: dict[int, int], keys: np.ndarray
+    numbers: dict[int, int],
+    keys: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the class numbers of `keys`, uint8 (H, W), and whether each is known, bool (H, W)."""
     if keys.dtype.kind == "u":  # values of 8 or 16 bits, or colours
@@ -370,7 +457,10 @@ def _table(numbers: tuple[tuple[int, int], ...]) -> np.ndarray:
     return table
 
 
-def explain_values(values: list[int], names: Sequence[str]) -> str:
+def explain_values(
+    values: list[int],
+    names: Sequence[str],
+) -> str:
     """Return what is wrong with the values of all training masks, or nothing.
 
     names: of the classes, if classes.txt has them.

@@ -16,8 +16,9 @@ from torchmetrics.utilities.data import dim_zero_cat
 class BinaryCrossEntropy(nn.Module):
     """The loss: logits and targets, float (N, classes) -> the sum of the images' means.
 
-    targets: 0 or 1, or between if images are mixed. weights: of the classes in a mean, float32
-    (classes,), or None. smoothing: the share of each target that is divided between 0 and 1.
+    targets: 0 or 1, or between if images are mixed. weights: of each class, where an image has it,
+    float32 (classes,), as torch's pos_weight, or None. smoothing: the share of each target that is
+    divided between 0 and 1.
 
         criterion = ddpkit.BinaryCrossEntropy(None, smoothing=0.0)
         loss = criterion(logits, targets) / criterion.count(targets)
@@ -31,13 +32,19 @@ class BinaryCrossEntropy(nn.Module):
         self.smoothing = smoothing
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        count = targets.shape[1]
+        weights = None
+        if self.weights is not None:
+            # Of a mixed image, what its parts weigh; smoothed is what is so weighed, or each
+            # absent label would count as a share of a rare one.
+            there = self.weights * targets
+            weights = there + 1 - targets
+            targets = there / weights.clamp(min=1e-6)
         targets = targets * (1 - self.smoothing) + self.smoothing / 2
         loss = binary_cross_entropy_with_logits(
-            outputs, targets, self.weights, reduction="sum"
+            outputs, targets, weights, reduction="sum"
         )
-        # A mean over the classes, in which they weigh 1 without weights.
-        total = targets.shape[1] if self.weights is None else self.weights.sum()
-        return loss / total
+        return loss / count
 
     def count(self, targets: Tensor) -> int:
         return len(targets)

@@ -1,7 +1,8 @@
 """Which images a network takes: how many channels, how large; and what it does not use."""
 
+import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,19 @@ from torch import Tensor, nn
 from ddpkit.errors import UserError, reason_of, shorten, suggest
 from ddpkit.ranks import distributed
 from ddpkit.run.outputs import Outputs, map_tensors
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Leave the hub alone in the block: what it describes is built if its cache has it."""
+    import huggingface_hub as hub
+
+    before = hub.constants.HF_HUB_OFFLINE
+    hub.constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        hub.constants.HF_HUB_OFFLINE = before
 
 
 def adapt_input(model: nn.Module, size: int, channels: int = 3, step: int = 0) -> None:

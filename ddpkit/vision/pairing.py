@@ -50,7 +50,11 @@ class Rule(NamedTuple):
         folder, file = os.path.split(fold(name) if self.is_folded else name)
         return os.path.join(folder, file[::-1] if self.is_first else file)
 
-    def group(self, names: Names, own: str) -> dict[str, list[str]]:
+    def group(
+        self,
+        names: Names,
+        own: str,
+    ) -> dict[str, list[str]]:
         """Return the names by their NAME, of those that have `own` besides."""
         found: dict[str, list[str]] = {}
         for name in names:
@@ -64,7 +68,11 @@ class Rule(NamedTuple):
                 found.setdefault(rest, []).append(name)
         return found
 
-    def pair(self, image_of: Names, mask_of: Names) -> dict[str, str]:
+    def pair(
+        self,
+        image_of: Names,
+        mask_of: Names,
+    ) -> dict[str, str]:
         """Return the mask of each image; none if two images or two masks have the same NAME."""
         masks = self.group(mask_of, self.mask)
         pairs = {}
@@ -75,7 +83,10 @@ class Rule(NamedTuple):
         return pairs
 
 
-def match_names(image_of: Names, mask_of: Names) -> tuple[dict[str, str], Rule]:
+def match_names(
+    image_of: Names,
+    mask_of: Names,
+) -> tuple[dict[str, str], Rule]:
     """Return which mask each image has, by the rule that pairs most, and that rule.
 
     Raises a UserError if a rule fits all names, but equal names, or another such rule, pair some
@@ -99,7 +110,12 @@ def match_names(image_of: Names, mask_of: Names) -> tuple[dict[str, str], Rule]:
     return pairs, best
 
 
-def refuse_doubt(found: Names, other: Names, image_of: Names, mask_of: Names) -> None:
+def refuse_doubt(
+    found: Names,
+    other: Names,
+    image_of: Names,
+    mask_of: Names,
+) -> None:
     """Raise a UserError if an image has one mask in `found`, and another one in `other`."""
     for image, mask in other.items():
         if found[image] != mask:
@@ -109,7 +125,11 @@ def refuse_doubt(found: Names, other: Names, image_of: Names, mask_of: Names) ->
             )
 
 
-def suggest_rules(images: Names, masks: Names, is_folded: bool) -> Iterator[Rule]:
+def suggest_rules(
+    images: Names,
+    masks: Names,
+    is_folded: bool,
+) -> Iterator[Rule]:
     """Yield rules that may fit: by what most names have at their end, or at their beginning."""
     if not is_folded:
         yield Rule(is_folded=True)
@@ -125,7 +145,10 @@ def fold(name: str) -> str:
     return unicodedata.normalize("NFC", name).lower()
 
 
-def common_end(names: Names, rule: Rule) -> str:
+def common_end(
+    names: Names,
+    rule: Rule,
+) -> str:
     """Return what at least half of the names end with, as the rule spells them.
 
     Of images and masks that differ by one ending, what is in front of it is the same.
@@ -141,7 +164,10 @@ def common_end(names: Names, rule: Rule) -> str:
         files = [file for file in files if file.endswith(end)]
 
 
-def rests(image: str, mask: str) -> tuple[str, str]:
+def rests(
+    image: str,
+    mask: str,
+) -> tuple[str, str]:
     """Return what two endings have after what is the same in them, from the beginning of a word."""
     length = 0
     for one, other in zip(image, mask, strict=False):

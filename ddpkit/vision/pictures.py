@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddpkit import files
 from ddpkit.data.format import VOID
+from ddpkit.ranks import distributed
 from ddpkit.vision.masks import Classes
 from ddpkit.vision.rows import (
     OF_TUNING,
@@ -141,14 +142,22 @@ def drawing(path: Path) -> "Iterator[Figure]":
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
+    with (
+        matplotlib.rc_context({"text.parse_math": False}),
+        warnings.catch_warnings(record=True) as noted,
+    ):
+        warnings.simplefilter("always")
         figure = Figure(dpi=DPI, layout="constrained")
         yield figure
         with files.writing(path, parents=True) as tmp_path:
             # more takes long, and photographs get hardly smaller
             how = {"compress_level": 2}
             figure.savefig(tmp_path, format="png", bbox_inches="tight", pil_kwargs=how)
+    if any("missing from" in str(each.message) for each in noted):
+        distributed.print0(
+            f"{path}: letters that matplotlib's font lacks are boxes in it; install one that has "
+            "them, and name it in a matplotlibrc: font.family"
+        )
 
 
 def draw_curves(

@@ -84,6 +84,12 @@ def part_in_name(name: str) -> str:
     return next((part for word, part in PART_OF.items() if word in words), "")
 
 
+def part_of(path: str) -> str:
+    """Return the part that the last folder or file of a path that names one says, or nothing."""
+    parts = map(part_in_name, reversed(re.split(r"[\\/]", path)))
+    return next(filter(None, parts), "")
+
+
 def role_of(*names: str) -> Role:
     """Return what the names of a folder, and of one in it, say together; nothing if one does not.
 

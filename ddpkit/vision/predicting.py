@@ -1,6 +1,7 @@
 """The images of predict.py, and what it writes of them."""
 
 import contextlib
+import functools
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,12 +18,12 @@ from tqdm import tqdm
 from ddpkit import files
 from ddpkit.data import loading, normalizing
 from ddpkit.data.format import Format, read_format
-from ddpkit.errors import UserError, print_error
+from ddpkit.errors import UserError, print_error, reason_of
 from ddpkit.ranks import devices, distributed
 from ddpkit.ranks.replicas import uncompiled
 from ddpkit.run import checkpoint
 from ddpkit.run.flags import OF_TASKS
-from ddpkit.vision import folders
+from ddpkit.vision import folders, networks
 from ddpkit.vision.images import LazyImage, open_image, visible
 from ddpkit.vision.masks import Classes
 from ddpkit.vision.pictures import draw_legend, drawing, overlay, paint
@@ -47,14 +48,25 @@ def open_model(
         model, classes, args, format = ddpkit.open_model("best.pt", build_model, parse_args, device)
     """
     state = checkpoint.read(path)
-    args = parse_args([], state["args"])
+    try:
+        args = parse_args([], state["args"])
+    except UserError as error:
+        raise UserError(f"{path}: {error.line}") from None
     tasks = task_of(state["args"]), task_of(vars(args).keys() - state["args"].keys())
     if all(tasks):
         raise UserError(
             f"{path} is of a {tasks[0]} project, and this is one for {tasks[1]}"
         )
     format = Format(**state["format"])
-    model = build_model(args, state["classes"], state["channels"])
+    try:
+        with networks.offline():  # a stranger's checkpoint may name any network
+            model = build_model(args, state["classes"], state["channels"])
+    except FileNotFoundError as error:  # of the hub's library, or of model.py
+        reason = reason_of(error, 120)
+        raise UserError(
+            f"{path}: its network cannot be built ({reason}); what is on the hub, download first, "
+            "if you trust it"
+        ) from None
     checkpoint.load_weights(model, state)
     model = uncompiled(model)  # a compiled one would compile for each size
     model = model.eval().to(device)
@@ -166,7 +178,7 @@ class Predictor:
 
     @contextlib.contextmanager
     def masks(self, output: Path) -> Iterator[Callable[[str, Tensor, Tensor], None]]:
-        """Give the block a function that writes a mask and an overlay, with a legend in the end.
+        """Give the block a function that writes a mask and an overlay, after a legend.
 
         It takes the path of an image, the image (C, H, W), and class numbers, uint8 (H, W), or more
         at the right and below. Raises a UserError if two images have the same name.
@@ -178,10 +190,19 @@ class Predictor:
 
         def save_image(kind: str, path: str, drawn: Image.Image) -> None:
             file = output / kind / f"{name_of[path]}.png"
-            with files.writing(file, parents=True) as tmp_path:
+            with files.writing(file) as tmp_path:
                 drawn.save(tmp_path, format="png")
 
+        @functools.cache
+        def mark() -> None:
+            """Make what tells that this folder is no input, also if the rest is not written."""
+            for kind in ("masks", "overlays"):
+                (output / kind).mkdir(parents=True, exist_ok=True)
+            with drawing(output / "legend.png") as figure:
+                draw_legend(figure, self.classes, set(range(256)), "not tinted")
+
         def write_mask(path: str, image: Tensor, mask: Tensor) -> None:
+            mark()
             pixels = visible(image).permute(1, 2, 0).numpy()
             height, width = pixels.shape[:2]
             numbers = mask[:height, :width].numpy()  # without what was padded
@@ -190,9 +211,6 @@ class Predictor:
             save_image("overlays", path, Image.fromarray(tinted))
 
         yield write_mask
-        if len(self.broken) < len(self.files):  # something was drawn
-            with drawing(output / "legend.png") as figure:
-                draw_legend(figure, self.classes, set(range(256)), "not tinted")
         self.finish(f"{output / 'masks'}, {output / 'overlays'}")
 
     def finish(self, where: object) -> None:

@@ -5,19 +5,24 @@ import functools
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torchvision
 from torch import Tensor, nn
 
+from ddpkit import files
 from ddpkit.errors import DiskError, UserError, reason_of, shorten
 from ddpkit.ranks import distributed
 from ddpkit.run import checkpoint, states
 from ddpkit.vision import networks
 
-KEYS = ("model", "state_dict", "model_state_dict")  # under which programs save weights
+# Under these names programs save weights; if two parts fit, the first of these is meant.
+KEYS = ("", "model", "state_dict", "model_state_dict", "teacher")
 SECONDS = 10.0  # without an answer, after which a download fails
 Tensors = Mapping[str, Tensor]
 Fetch = Callable[[], Tensors]
@@ -33,15 +38,15 @@ def load_pretrained(
     """Copy --weights into `model`, alike on all ranks; only rank 0 downloads and reads.
 
     model: None: only refuse names that do not exist, before data are read.
-    pretrained: "none"; a .pt or .pth file; the name of published weights; or "auto", which stands
-        for the best published ones, or for "none" if those cannot be had, as it then says. None:
-        those of a checkpoint follow.
+    pretrained: "none"; a file of torch.save or safetensors; the name of published weights; or
+        "auto", which stands for the best published ones, or for "none" if those cannot be had, as
+        it then says. None: those of a checkpoint follow.
     arch: a network of torchvision, timm/NAME, or a decoder of segmentation-models-pytorch.
     encoder: of such a decoder; the published weights are the encoder's.
     options: that timm.create_model was given and that change its weights, such as img_size=64.
 
-    Tensors are copied by name if their shapes match, others are left out and counted in a line; a
-    first layer for RGB is adapted to other channels.
+    Tensors are copied by name, from some prefix on, if their shapes match; a line says how many,
+    and which others there are. A first layer for RGB is adapted to other channels.
 
     Raises a UserError if a file or a name cannot be had, or if none of its tensors fits.
 
@@ -54,18 +59,16 @@ def load_pretrained(
         return
     name = pretrained
     is_auto = name == "auto"
-    sources: dict[str, Fetch]
-    if name.endswith((".pt", ".pth")):
-        sources = {name: functools.partial(read_tensors, name)}
-        if not distributed.await_rank_zero(os.path.isfile, name):
-            raise UserError(f"--weights {name}: no such file")
-    else:
+    sources: dict[str, Fetch] = {name: functools.partial(read_tensors, name)}
+    if is_auto or not distributed.await_rank_zero(os.path.exists, name):
         sources = find_published(arch, encoder, options)
     if is_auto:
         name = next(iter(sources), "none")
     elif name not in sources:
         known = ", ".join(sources) or "none"
-        raise UserError(f"--weights {name}: published are {known}; or name a .pt file")
+        raise UserError(
+            f"--weights {name}: no such file, and published for this network are {known}"
+        )
     if model is None:
         return
     if not sources:
@@ -102,11 +105,25 @@ def try_to_fetch(name: str, fetch: Fetch) -> Tensors | str:
 
 
 def read_tensors(path: str) -> Tensors:
-    """Return the tensors of a file: at its top, or under KEYS."""
-    state = checkpoint.read_file(path)
-    for _ in range(2):  # some have {"model": {"state_dict": ...}}
-        state = next((state[k] for k in KEYS if isinstance(state.get(k), dict)), state)
-    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    """Return the tensors in a file of torch.save or safetensors, by their names and its keys."""
+    with files.open_file(path, sys.maxsize) as file:
+        is_safe = file.read(9)[8:] == b"{"  # of JSON, after its length
+    if is_safe:
+        from safetensors.torch import load
+
+        remedy = "another one is needed"
+        return files.parse(path, load, "safetensors", remedy, sys.maxsize)
+    tensors: dict[str, Tensor] = {}
+
+    def flatten(content: Mapping[Any, Any], prefix: str) -> None:
+        for key, value in content.items():
+            if isinstance(value, Tensor):
+                tensors[f"{prefix}{key}"] = value
+            elif isinstance(value, Mapping):
+                flatten(value, f"{prefix}{key}.")
+
+    flatten(checkpoint.read_file(path, [Namespace]), "")
+    return tensors
 
 
 def find_published(arch: str, encoder: str, options: dict) -> dict[str, Fetch]:
@@ -160,12 +177,10 @@ def fetch(build: Callable[[], nn.Module], prefix: str = "") -> Tensors:
     return {f"{prefix}{key}": value for key, value in network.state_dict().items()}
 
 
-@contextlib.contextmanager
-def reaching_hub() -> Iterator[None]:
-    """Leave the hub alone in the block unless it answers: its library would try for minutes."""
+def reaching_hub() -> contextlib.AbstractContextManager:
+    """Return `offline` unless the hub answers: its library would try for minutes."""
     import huggingface_hub as hub
 
-    before = hub.constants.HF_HUB_OFFLINE
     try:
         # any file will do, also one that is not there
         url = hub.hf_hub_url("timm/resnet18.a1_in1k", "config.json")
@@ -173,44 +188,90 @@ def reaching_hub() -> Iterator[None]:
     except Exception as error:
         answer = getattr(error, "response", None)  # such as 404
         if answer is None or answer.status_code >= 500:
-            hub.constants.HF_HUB_OFFLINE = True  # what its cache has
-    try:
-        yield
-    finally:
-        hub.constants.HF_HUB_OFFLINE = before
+            return networks.offline()
+    return contextlib.nullcontext()
 
 
 def copy_matching(
     model: nn.Module, published: Tensors, source: str = "the file"
 ) -> None:
-    """Copy the tensors whose names and shapes match, and print which of `model` do not."""
+    """Copy the tensors whose names and shapes match; print how many, and which do not.
 
-    def bare(name: str) -> str:  # a file may have `module.fc.weight` for `fc.weight`
-        name = re.sub(r"\b(module|_orig_mod)\.", "", name)  # of DDP, of torch.compile
-        return re.sub(r"^((net|model)\.)+", "", name)
-
+    Names match from some prefix on: in the file, such as `module.backbone.`, in `model`, or both.
+    """
     mine = model.state_dict()
-    missing = torch.empty(0)
-    named = {bare(name): value for name, value in published.items()}
+    theirs = {bare(name): value for name, value in published.items()}
+    prefix, own = find_prefixes(mine, theirs)
     fitting = {}
+    used = set()
     for name, weight in mine.items():
-        value = published.get(name, named.get(bare(name), missing))
+        found = prefix + bare(name).removeprefix(own)
+        value = theirs.get(found, torch.empty(0))
         # a first layer for RGB, in a network for other channels
         if weight.ndim == value.ndim == 4 and weight.shape[1] != value.shape[1] == 3:
             from timm.models import adapt_input_conv  # its import takes half a second
 
             value = adapt_input_conv(weight.shape[1], value)
-        is_of_kind = states.kind_of(value) == states.kind_of(weight)
-        if is_of_kind and value.shape == weight.shape:
+        if fits(value, weight):
             fitting[name] = value
+            used.add(found)
     if not fitting:
         line = "--weights: no tensor has the same name and shape as one of this network, which"
-        theirs = next(iter(published), "nothing")
+        first = next(iter(published), "nothing")
         raise UserError(
-            f"{line} begins with {next(iter(mine))}; {source} begins with {theirs}: is it of "
+            f"{line} begins with {next(iter(mine))}; {source} begins with {first}: is it of "
             "another --arch?"
         )
     model.load_state_dict(fitting, strict=False)
+    share = sum(map(torch.numel, fitting.values())) / sum(
+        map(torch.numel, mine.values())
+    )
+    start = f" from {prefix}*" if prefix else ""
+    line = f"--weights: {len(fitting)} of {len(mine)} tensors loaded{start}"
+    line += f", {100 * share:.4g} % of the network"
     new = [name for name in mine if name not in fitting]
-    line = f"--weights: {len(fitting)} of {len(mine)} tensors loaded"
-    distributed.print0(f"{line}; new: {shorten(new)}" if new else line)
+    if new:
+        line += f"; new: {shorten(new)}"
+    # what is beside it is of an optimizer, for instance
+    key = prefix[: prefix.find(".") + 1]
+    unused = [name for name in theirs if name.startswith(key) and name not in used]
+    if unused:
+        line += f"; not used of the file: {shorten(unused)}"
+    distributed.print0(line)
+
+
+def bare(name: str) -> str:
+    """Return a tensor's name without what DDP and torch.compile put into it."""
+    return re.sub(r"\b(module|_orig_mod)\.", "", name)
+
+
+def fits(value: Tensor, weight: Tensor) -> bool:
+    is_of_kind = states.kind_of(value) == states.kind_of(weight)
+    return is_of_kind and value.shape == weight.shape
+
+
+def find_prefixes(mine: Tensors, theirs: Tensors) -> tuple[str, str]:
+    """Return what names of a file, and of the network, begin with where most of them match.
+
+    One in the network is that of a wrapper, or of a part of which half or more match.
+    """
+    weights = {bare(name): weight for name, weight in mine.items()}
+    starts = Counter(name.partition(".")[0] + "." for name in weights if "." in name)
+    counts: Counter[tuple[str, str]] = Counter()
+    for name, value in theirs.items():
+        words = name.split(".")
+        for number in range(len(words)):
+            rest = ".".join(words[number:])
+            for own in ("", *starts):
+                weight = weights.get(own + rest)
+                if weight is not None and fits(value, weight):
+                    counts[name.removesuffix(rest), own] += 1
+
+    def quality(found: tuple[str, str]) -> tuple[int, ...]:
+        """Return what is the least of the best: the most matches, then KEYS, then the shortest."""
+        first = found[0].partition(".")[0]
+        place = (*KEYS, first).index(first)
+        return -counts[found], place, *map(len, found)
+
+    known = [found for found in counts if 2 * counts[found] >= starts[found[1]]]
+    return min(known, key=quality, default=("", ""))

@@ -207,6 +207,7 @@ class Reporter:
             flags=run.flags,
             best=run.best_by,
             ranks=ranks,
+            global_batch=source.global_batch,
             device=device,
             jpeg=jpeg,
             git=git_commit(),
@@ -387,7 +388,9 @@ class Reporter:
 
     def _start_tracker(self, tracker: str | Start) -> None:
         path = self.folder / "tracker.json"
-        known = json.loads(path.read_text("utf-8"))["run"] if path.exists() else None
+        known = None
+        if path.exists():
+            known = files.parse(path, json.loads, "JSON")["run"]
         if isinstance(tracker, str):
             flags = self.facts.get("flags", {})
             run, self.log = start_by_name(tracker, known, self.folder.name, flags)

@@ -7,6 +7,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from ddpkit import files
+
 Row = Mapping[str, float | str]
 
 # columns of those who tune a run: in metrics.csv, but neither printed nor drawn
@@ -38,7 +40,7 @@ def recorded_rows(folder: Path, epochs: float = math.inf) -> list[Row]:
     rows: list[Row] = []
     if not path.is_file():  # nor a pipe, which may not end
         return rows
-    text = path.read_bytes().replace(b"\0", b"").decode("utf-8-sig", "surrogateescape")
+    text = files.read_text(path, "surrogateescape", files.OF_NOTES).replace("\0", "")
     with contextlib.suppress(csv.Error):
         for cells in csv.DictReader(io.StringIO(text, newline=""), restval=""):
             row = {

@@ -16,9 +16,11 @@ Predict = Callable[[Tensor], Tensor]  # (1, 3, h, w) -> logits (1, classes, h, w
 def sliding_window(predict: Predict, images: Tensor, tile: int, step: int) -> Tensor:
     """Return the logits of `images` (N, 3, H, W), float32 (N, classes, H, W).
 
-    predict: takes images of any size, as a network's `forward` does.
+    predict: takes images of any size, as a network's `forward` does. Class numbers in place of
+        logits, logits.argmax(1, keepdim=True), need less memory for a large image.
     tile: side in pixels of the overlapping tiles in which larger images are predicted, one after
-        another; smaller ones are predicted whole, all at once. 0: always whole.
+        another; smaller ones are predicted whole, all at once. 0: always whole. Where tiles
+        overlap, each pixel's logits are those of the tile in which it lies further from the edge.
     step: tiles begin at multiples of it, as the cells of a network of that stride do.
 
         logits = ddpkit.sliding_window(model.forward, images, args.tile, STRIDE)
@@ -26,39 +28,29 @@ def sliding_window(predict: Predict, images: Tensor, tile: int, step: int) -> Te
     if not is_tiled(images, tile, step):
         return to_logits(predict(images))
     wholes = []
-    for image in images:
-        bands = sliding_window_rows(predict, image, tile, step)
-        wholes.append(torch.cat([logits for _, logits in bands], dim=1))
-    return torch.stack(wholes)
+    for image in images.split(1):
+        bands = list(predict_bands(predict, image, tile, step))
+        wholes.append(torch.cat(bands, dim=2))
+    return torch.cat(wholes)
 
 
-def sliding_window_rows(
+def predict_bands(
     predict: Predict, image: Tensor, tile: int, step: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (rows, their logits) of `image` (3, H, W), from the top to the last row.
-
-    tile, step: as of `sliding_window`. The logits are float32 (classes, rows, W); where tiles
-    overlap, each pixel's are those of the tile in which it lies further from the edge.
-
-        for rows, logits in ddpkit.sliding_window_rows(model.forward, image, 1024, STRIDE):
-            mask[rows] = logits.argmax(0)
-    """
-    height, width = image.shape[1:]
-    if not is_tiled(image, tile, step):
-        yield slice(0, height), to_logits(predict(image[None]))[0]
-        return
+) -> Iterator[Tensor]:
+    """Yield the logits of `image` (1, 3, H, W), float32 (1, classes, rows, W), from the top on."""
+    height, width = image.shape[2:]
     for top, above, below in arrange(height, tile, step):
         for left, begin, end in arrange(width, tile, step):
-            window = image[None, :, top : top + tile, left : left + tile]
-            logits = to_logits(predict(window))[0]
+            window = image[..., top : top + tile, left : left + tile]
+            logits = to_logits(predict(window))
             # One tensor for the band, as soon as the number of classes is known: a list
             # of parts, joined in the end, would need twice the memory.
             if left == 0:
-                band = logits.new_empty(len(logits), below - above, width)
+                band = logits.new_empty(*logits.shape[:2], below - above, width)
             rows = slice(above - top, below - top)
             columns = slice(begin - left, end - left)
-            band[:, :, begin:end] = logits[:, rows, columns]
-        yield slice(above, below), band
+            band[..., begin:end] = logits[..., rows, columns]
+        yield band
 
 
 def is_tiled(images: Tensor, tile: int, step: int) -> bool:

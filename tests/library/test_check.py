@@ -99,13 +99,13 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         ("error: test/b/leak.png: ", "is in val, val/a/1.png"),
         ("error: test/b/cut.jpg: ", "cannot be read"),
         ("error: val/b/saved again.bmp: ", "train/b/1.png"),
-        ("warning: train/b/clash.png: ", "train/a/2.png"),
+        ("error: train/b/clash.png: ", "train/a/2.png, with another label"),
         ("warning: train/a/twice.png: ", "train/a/3.png"),
     )
     assert "train     13 images; " in done.out
     assert "test      3 images; " in done.out
     assert "share of the images, in train, val, test\n" in done.out
-    assert done.out.splitlines()[-1] == "11 errors, 2 warnings"
+    assert done.out.splitlines()[-1] == "12 errors, 1 warnings"
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
@@ -201,6 +201,50 @@ def test_values_of_validation_alone(project: Project, tmp_path: Path) -> None:
     holds(check(project, data), data, (f"error: {data}: ", words))
 
 
+def test_lists_that_contradict(tmp_path: Path) -> None:
+    """Errors: groups in two parts, a file with two labels, and one picture with two labels."""
+    for n, color in enumerate((0, 50, 100, 150, 150, 200)):
+        Image.new("RGB", (8, 8), (color,) * 3).save(tmp_path / f"{n}.png")
+    head = "file,label,group\n"
+    rows = "0.png,a,p\n1.png,b,q\n1.png,a,q\n3.png,a,r\n4.png,b,s\n"
+    (tmp_path / "train.csv").write_text(f"{head}{rows}")
+    (tmp_path / "val.csv").write_text(f"{head}2.png,a,p\n5.png,b,t\n")
+    survey = Survey(tmp_path, has_masks=False)
+    survey.read_all(DEFAULT_FORMAT, workers=0)
+    errors = [line.partition(";")[0] for line in survey.errors]
+    assert errors == [
+        f"{tmp_path}: 1 groups are in the training set and in another part, so that scores count "
+        "what was trained on: p",
+        f"{tmp_path / '1.png'}: is listed twice, with two labels",
+        f"{tmp_path / '4.png'}: the same image as {tmp_path / '3.png'}, with another label",
+    ]
+    assert not survey.warnings
+
+
+def test_masks_that_say_nothing(tmp_path: Path) -> None:
+    """Parts that are void everywhere, which training needs or not; numbers of objects."""
+    painter = Painter(tmp_path)
+    for part in "train", "val", "test":
+        for number in range(1, 5):
+            painter.image(f"{part}/images/{number}.png")
+            values = np.arange(600, dtype=np.uint8).reshape(20, 30) % (number + 1)
+            is_train = part == "train"
+            mask = values if is_train else np.full_like(values, 255)
+            painter.save(f"{part}/masks/{number}.png", mask)
+    survey = Survey(tmp_path, True)
+    survey.read_all(DEFAULT_FORMAT, 0)
+    assert survey.errors == [f"{tmp_path}: the masks of val are void everywhere"]
+    objects, void = survey.warnings
+    assert "as if they numbered objects" in objects
+    assert void == f"{tmp_path}: the masks of test are void everywhere"
+    values[0] = 4
+    values[1:] = 2
+    painter.save("train/masks/4.png", values)
+    survey = Survey(tmp_path, True)
+    survey.read_all(DEFAULT_FORMAT, 0)
+    assert survey.warnings == [void]
+
+
 @both_tasks
 def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) -> None:
     """--skip-broken writes lists without them: the same set for training, in the same order."""
@@ -236,6 +280,7 @@ def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) ->
     done = check(project, data, "--skip-broken").ok()
     name = str(Path(first).relative_to(data))
     kept = [line for line in noted[:-1] if name not in line]
+    kept[0] = f"{header},note"  # without the blanks
     assert table.read_text().splitlines() == kept
     assert "left out: " in done.out
     assert "gone.png does not exist" in done.out

@@ -10,6 +10,8 @@ import random
 import re
 import shutil
 import time
+import zipfile
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,7 @@ import pytest
 import torch
 from generated import refusal
 from ranks import fork, on_ranks, setup, wait
+from safetensors.torch import save_file
 from torch import nn
 from torch.optim.lr_scheduler import (
     CyclicLR,
@@ -30,7 +33,7 @@ from torch.optim.lr_scheduler import (
 import ddpkit
 from ddpkit import files
 from ddpkit.data.format import MEAN, STD, Format
-from ddpkit.errors import DiskError, UserError
+from ddpkit.errors import DiskError, LineError, UserError
 from ddpkit.ranks import distributed, protocol
 from ddpkit.run import checkpoint, states
 from ddpkit.run.folder import KEYS, RunFolder
@@ -211,7 +214,7 @@ def test_any_damage_is_seen(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_the_one_before(tmp_path: Path) -> None:
-    """All ranks take it for a bit turned over, a folder, a pipe that nobody writes to."""
+    """All ranks take it for damage: a bit turned over, a folder, a pipe, a link to nowhere."""
     os.environ[protocol.LAUNCH_ID] = "1"
 
     def turn(path: Path) -> None:
@@ -219,7 +222,16 @@ def test_the_one_before(tmp_path: Path) -> None:
         content[content.index(torch.full((99,), 2).numpy().tobytes()) + 500] ^= 1
         path.write_bytes(content)
 
-    for spoil in turn, Path.mkdir, os.mkfifo:
+    def dangle(path: Path) -> None:
+        path.symlink_to("none")
+
+    def loop(path: Path) -> None:
+        path.symlink_to(path)
+
+    def endless(path: Path) -> None:
+        path.symlink_to("/dev/zero")
+
+    for spoil in turn, Path.mkdir, os.mkfifo, Path.touch, dangle, loop, endless:
         folder = tmp_path / spoil.__name__
         with ddpkit.rank_zero_first():
             folder.mkdir(exist_ok=True)
@@ -233,7 +245,7 @@ def test_the_one_before(tmp_path: Path) -> None:
         found = RunFolder(folder).find_checkpoint()
         assert found["epoch"] == 1
         assert found["path"] == str(folder / "last-1.pt")
-        assert (folder / "last.pt.corrupt").exists()
+        assert os.path.lexists(folder / "last.pt.corrupt")
 
 
 @pytest.mark.parametrize(
@@ -559,33 +571,77 @@ def test_data_of_another_run(tmp_path: Path) -> None:
         checkpoint.check_format(state, Format(channels=3).or_else((0.5, 0.5, 0.5), STD))
 
 
-@pytest.mark.parametrize(
-    "wrap", ["", "module.", "_orig_mod.", "module._orig_mod.", "net."]
-)
-@pytest.mark.parametrize("keys", [[], ["model"], ["state_dict", "model"]])
+def named(prefix: str, weights: dict) -> dict:
+    return {f"{prefix}{name}": value for name, value in weights.items()}
+
+
+def like_others(weights: dict, other: dict) -> dict[str, tuple[str, object]]:
+    """What programs write, by the names of their files: the prefix in it, and the content."""
+    beside = {"optimizer": {"state": {0: {"step": torch.ones(())}}}, "epoch": 3}
+    flags = Namespace(lr=0.1)
+    queries = named("module.encoder_q.", weights) | named("module.encoder_k.", other)
+    return {
+        "plain": ("", weights),
+        "ddp.pt": ("", named("module._orig_mod.", weights)),
+        "own.pt": ("model.", {"model": weights, **beside}),
+        "nested.pth": ("model.state_dict.", {"model": {"state_dict": weights}}),
+        "timm.pth.tar": ("state_dict.", {"state_dict": weights, "args": flags}),
+        "average.tar": ("model.", {"model_ema": other, "model": weights, **beside}),
+        "lightning.ckpt": ("state_dict.own.", {"state_dict": named("own.", weights)}),
+        "segmentation.pth": (
+            "state_dict.backbone.",
+            {"state_dict": {**named("backbone.", weights), "head.w": torch.ones(2)}},
+        ),
+        "moco.pth.tar": ("state_dict.encoder_q.", {"state_dict": queries}),
+        "dino.PTH": (
+            "teacher.backbone.",
+            {
+                "student": named("module.backbone.", other),
+                "teacher": named("backbone.", weights),
+            },
+        ),
+        "transformers.bin": ("timm_model.", named("timm_model.", weights)),
+        "weights.safetensors": ("", weights),
+        "safe.bin": ("backbone.", named("backbone.", weights)),
+    }
+
+
 def test_weights_of_other_programs(
-    wrap: str, keys: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """For a network as it is and in a wrapper of ours, with another last layer."""
+    """By what a file holds, for a network as it is, in a wrapper and as a part of one.
+
+    They have another last layer; what is new, what is not used and the share are in a line.
+    """
     torch.manual_seed(0)
-    weights = nn.Sequential(
-        nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 9)
-    ).state_dict()
-    state: dict = {f"{wrap}{name}": value for name, value in weights.items()}
-    for key in keys:
-        state = {key: state, "epoch": 3, "optimizer": {"state": {}}}
-    torch.save(state, tmp_path / "file.pt")
-    for prefix in "", "net.":
-        net = nn.Sequential(
-            nn.Linear(2, 3),
-            nn.BatchNorm1d(3),
-            nn.Linear(3, 5),
-        )
-        model = nn.ModuleDict({"net": net}) if prefix else net
-        pretrained.copy_matching(model, pretrained.read_tensors(f"{tmp_path}/file.pt"))
-        assert torch.equal(net[0].weight, weights["0.weight"])
-        new = f"new: {prefix}2.weight, {prefix}2.bias"
-        assert capsys.readouterr().out == f"--weights: 7 of 9 tensors loaded; {new}\n"
+
+    def build(count: int) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, count))
+
+    weights = build(9).state_dict()
+    for name, (prefix, content) in like_others(weights, build(9).state_dict()).items():
+        path = tmp_path / name
+        if name.startswith("safe") or name.endswith("safetensors"):
+            save_file(content, path)
+        else:
+            torch.save(content, path)
+        for own in "", "net.", "encoder.":
+            net = build(5)
+            model = nn.ModuleDict({own[:-1]: net}) if own else net
+            if own == "encoder.":
+                model["decoder"] = nn.Linear(1, 1)
+            ddpkit.load_pretrained(model, str(path))
+            for ours, theirs in zip(
+                net[:2].parameters(), weights.values(), strict=False
+            ):
+                assert torch.equal(ours, theirs)
+            said = capsys.readouterr().out
+            start = f" from {prefix}*" if prefix else ""
+            count = 11 if own == "encoder." else 9
+            assert f": 7 of {count} tensors loaded{start}, " in said
+            assert f" % of the network; new: {own}2.weight, {own}2.bias" in said
+            assert f"; not used of the file: {prefix}2." in said
+            assert "optimizer" not in said
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:
@@ -593,6 +649,65 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     torch.save({"state_dict": {"a.weight": torch.ones(1)}}, path)
     with refusal("pretrained.copy_matching", "begins with weight", "a.weight"):
         pretrained.copy_matching(nn.Linear(2, 2), pretrained.read_tensors(str(path)))
+    torch.save(nn.Linear(2, 2), path)
+    with refusal(
+        "checkpoint.unreadable", path, "such as torch.nn.modules.linear.Linear"
+    ):
+        pretrained.read_tensors(str(path))
+    path.write_bytes(bytes([9, *bytes(7)]) + b"{")
+    with refusal("files.parse", path, "no safetensors"):
+        pretrained.read_tensors(str(path))
+
+
+def nested(depth: int) -> list:
+    """A list that is small in a file, and large in print."""
+    value: list = [0.1] * 8
+    for _ in range(depth):
+        value = [value] * 8
+    return value
+
+
+def in_itself() -> list:
+    value: list = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", [nested(12), in_itself(), 10**400, [[10**5000]], {"a": nested(9)}]
+)
+@pytest.mark.parametrize("name", ["best", "args", "history", "optimizer", "format"])
+def test_what_would_not_end(value: object, name: str, tmp_path: Path) -> None:
+    """A few bytes that stand for gigabytes are told before anything compares or prints them."""
+    path = tmp_path / "last.pt"
+    torch.save(whole(**{name: {"lr": value}}), path)
+    start = time.monotonic()
+    with pytest.raises(LineError, match=re.escape(str(path))) as caught:
+        RunFolder(tmp_path)._search()
+    assert time.monotonic() - start < 1
+    assert not isinstance(caught.value, checkpoint.Damaged)
+
+
+def test_archives_of_other_programs(tmp_path: Path) -> None:
+    """Compressed, or of parts that overlap: they may be larger than memory."""
+    path = tmp_path / "file.pt"
+    torch.save({"model": {"w": torch.zeros(10**6)}}, path)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w", 8) as new:
+        for entry in old.namelist():
+            new.writestr(entry, old.read(entry))
+    path.write_bytes(packed.getvalue())
+    with refusal("checkpoint.unreadable", path, "compressed"):
+        checkpoint.read_file(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("file/data.pkl", bytes(1000))
+        entry = archive.infolist()[0]
+        for number in range(9):
+            overlapping = copy.copy(entry)
+            overlapping.filename = f"file/data/{number}"
+            archive.filelist.append(overlapping)
+    with refusal("checkpoint.unreadable", path, "larger than the file"):
+        checkpoint.read_file(path)
 
 
 @pytest.mark.parametrize("entry", [b"/version", b"/data.pkl", b"/data/0"])

@@ -57,7 +57,7 @@ def test_weights(
 
 
 def test_the_same_counts_whatever_the_ranks(tmp_path: Path) -> None:
-    ddpkit.demo_masks(tmp_path / "set", 20, 4)
+    ddpkit.demo_set(tmp_path / "set", 20, 4, masks=True)
 
     @on_ranks(1, 2, 3)
     def count() -> None:

@@ -7,16 +7,19 @@ import json
 import os
 import shlex
 import shutil
+import time
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.io
 from generated import Project
 from PIL import Image
 
+from ddpkit.convert import arrays, formats, result, shapes
 from ddpkit.convert import command as convert
-from ddpkit.convert import formats, result, shapes
 from ddpkit.convert.tree import ENDINGS
 from ddpkit.errors import UserError
 from ddpkit.vision import folders
@@ -620,7 +623,11 @@ def test_what_is_broken(kind: str, words: list[str], tmp_path: Path) -> None:
         ),
         ("train.csv", "id,rle\na,1 2 3", "row 2: its runs (RLE) are no pairs"),
         ("annotations.xml", "<annotations><image>", "annotations.xml: no XML"),
-        ("labelmap.txt", "cat 1 2 3", "line 1: expected NAME:R,G,B::"),
+        (
+            "labelmap.txt",
+            "a:0,0,0::\ncat:1,2::",
+            "labelmap.txt: cat:1,2::: write all lines in one way",
+        ),
     ],
 )
 def test_a_broken_line(name: str, lines: str, words: str, tmp_path: Path) -> None:
@@ -792,7 +799,7 @@ def with_cvat(root: Path) -> None:
 
 
 def with_kaggle(root: Path, runs: bool) -> None:
-    rows = "id,rle\n1,1 5\n2,1 5\n" if runs else "id_code,diagnosis\n1,c\n2,d\n"
+    rows = "id,rle\n1,1 5\n2,1 5\n" if runs else "id_code,diagnosis\n1,c\n2,c\n"
     write(root / "train.csv", rows)
     for name in "train_images/2.jpg", "test_images/1.jpg":
         save(root / name)
@@ -990,17 +997,15 @@ def test_columns_that_are_no_labels(
     for n in "012":
         save(source / f"{n}.jpg")
     path = source / "l.csv"
-    write(path, "image,stage,lesions\n0,0,1\n1,3,0\n2,2,7\n")
-    line = refusal(source)
-    assert "l.csv: its columns are not 0 and 1 in each row" in line
-    write(path, "id_code,diagnosis,age\n0,x,1\n1,y,2\n2,x,3\n")
-    line = refusal(source)
-    assert "l.csv: none of its columns diagnosis, age is known" in line
+    write(path, "image,stage,lesions\n0,0,1\n1,3,0\n2,1,7\n")
+    assert "l.csv, line 3: stage is 3, but with a column for each" in refusal(source)
+    write(path, "id_code,diagnosis,age\n0,x,31\n1,y,32\n2,x,33\n")
+    assert "l.csv, line 2: diagnosis is x, but with" in refusal(source)
     path.rename(source / "train.csv")
-    assert "train.csv: none of its columns" in refusal(source)
+    assert "train.csv, line 2: diagnosis is x, but with" in refusal(source)
     (source / "train.csv").unlink()
     path.write_bytes("image,label\n0,caf\xe9\n1,caf\xe8\n2,b\n".encode("cp1252"))
-    assert "l.csv: is not in UTF-8; save it as UTF-8" in refusal(source)
+    assert "l.csv: no text in UTF-8" in refusal(source)
     write(path, "image,tags\n0,haze primary\n1,primary haze\n2,clear\n")
     assert '"haze primary" is one class' in converted(source, capsys)
     path.unlink()
@@ -1008,6 +1013,121 @@ def test_columns_that_are_no_labels(
         rows = {"file_name": "0.jpg", column: value}
         write(source / "metadata.jsonl", rows)
         assert f"its column {column} has texts or objects" in refusal(source)
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "words"),
+    [
+        ("id,encoding", "{n},{n} 5 4{n} 5", "its column encoding has pairs of numbers"),
+        ("id,attribute_ids", "{n},1{n} 61{n} 813", "attribute_ids has several numbers"),
+        ("ImageId,PredictionString", "{n},n01 1 2 3 {n}", "has boxes around objects"),
+        ("id,name", "{n},x{n}", "its column name has another value in nearly each row"),
+        ("id,target", "{n},0.{n}", "its column target has another value in nearly"),
+        ("filename,width,class,xmin", "{n}.jpg,9,cat,{n}", "xmin is of boxes around"),
+        ("file,label,label ", "{n}.jpg,a,b", "column label is twice"),
+        ("file,breed,species", "{n}.jpg,pug,dog", "breed and species may each be"),
+        # two that name images otherwise
+        ("id,photo,label", "{n},{m},a", "id and photo may each name the images"),
+        (
+            "a,b,label",
+            "{n}.jpg,{m}.jpg,a",
+            "a and b may each name the images, 1.jpg and",
+        ),
+        ("id,image,rle", "{n},{m},1 5", "id and image may each name the images"),
+    ],
+)
+def test_columns_by_what_they_hold(
+    columns: str, rows: str, words: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "set"
+    numbers = [*range(1, 12)]
+    for n in numbers:
+        save(source / f"{n}.jpg")
+    lines = [rows.format(n=n, m=12 - n) for n in numbers]
+    write(source / "l.csv", "\n".join([columns, *lines]))
+    assert words in refusal(source)
+
+
+def test_the_column_that_names_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """It holds names of files that are there, wherever it stands and whatever its name."""
+    source = tmp_path / "set"
+    for n in "1234":
+        save(source / f"{n}.jpg")
+    expected = {f"train/a/{n}.jpg" for n in "24"} | {f"train/b/{n}.jpg" for n in "13"}
+    for columns, rows in (
+        ("id,filename,label", "1,4.jpg,a\n2,3.jpg,b\n3,2.jpg,a\n4,1.jpg,b\n"),
+        # saved anew as JPEG
+        ("id,photo,label", "1,4.png,a\n2,3.png,b\n3,2.png,a\n4,1.png,b\n"),
+        ("class id,filepaths,labels", "1,x/4.jpg,a\n0,x/3.jpg,b\n1,2.jpg,a\n0,1.jpg,b"),
+        ("kind,img,", "a,4,1\nb,3,2\na,2,3\nb,1,4\n"),
+        ("file,path,label", "4,4.jpg,a\n3,3.jpg,b\n2,2.jpg,a\n1,1.jpg,b\n"),
+    ):
+        write(source / "l.csv", f"{columns}\n{rows}")
+        converted(source, capsys)
+        assert images_in(source).keys() == expected
+    # of runs, too
+    write(source / "l.csv", "id,photo,rle\n1,4.jpg,1 5\n2,3.jpg,20 5\n3,2.jpg,\n")
+    converted(source, capsys)
+    assert images_in(source).keys() == {f"train/{n}.jpg" for n in "234"}
+    mask = np.array(Image.open(source.with_name("out") / "train/masks/4.png"))
+    assert mask[:5, 0].all()
+
+
+def test_groups_of_the_source(tmp_path: Path) -> None:
+    """A column of that name becomes groups.csv, or a column of the lists."""
+    source = tmp_path / "set"
+    for n in "0123":
+        save(source / f"{n}.jpg")
+    write(source / "l.csv", "id,group,label\n0,p,a\n1,q,b\n2,p,b\n3,,a\n")
+    convert.main([str(source), str(tmp_path / "out")])
+    text = (tmp_path / "out/groups.csv").read_text()
+    assert set(text.splitlines()) == {
+        "file,group",
+        "train/a/0.jpg,p",
+        "train/b/1.jpg,q",
+        "train/b/2.jpg,p",
+        "train/a/3.jpg,train/a/3.jpg",
+    }
+    write(source / "l.csv", "id,group,label\n0,p,a;b\n1,q,b\n2,p,b\n")
+    convert.main([str(source), str(tmp_path / "several")])
+    lines = (tmp_path / "several/train.csv").read_text().splitlines()
+    assert lines[:2] == ["file,label,group", "train/0.jpg,a;b,p"]
+    assert not (tmp_path / "several/groups.csv").exists()
+
+
+def test_names_that_look_the_same(tmp_path: Path) -> None:
+    """Classes stay apart or are refused; images are found in any Unicode form."""
+    source = tmp_path / "set"
+    composed, decomposed = (unicodedata.normalize(f, "caf\xe9") for f in ("NFC", "NFD"))
+    coco(source)
+    path = source / "annotations/instances_train2017.json"
+    content = json.loads(path.read_text())
+    names = [each["name"] for each in content["categories"]]
+    for first, second, words in (
+        ("C#", "C", "classes C and C# would both be C, as classes.txt has no"),
+        ("a=b", "a b", "would both be a b"),
+    ):
+        for each, name in zip(content["categories"], (first, second), strict=False):
+            each["name"] = name
+        write(path, content)
+        (source / "annotations/instances_val2017.json").unlink(missing_ok=True)
+        assert words in refusal(source)
+    for each, name in zip(content["categories"], names, strict=True):
+        each["name"] = name
+    content["images"][0]["file_name"] = f"{composed}/a.png"
+    write(path, content)
+    (source / f"train2017/{decomposed}").mkdir()
+    image = source / "train2017" / "a.png"
+    image.rename(source / f"train2017/{decomposed}/a.png")
+    convert.main([str(source), str(tmp_path / "out")])
+    assert (tmp_path / "out/train/masks/a.png").is_file()
+    shutil.rmtree(source)
+    for n in "012":
+        save(source / f"{n}.jpg")
+    write(source / "l.csv", f"id,label\n0,{composed}\n1,{decomposed}\n2,b\n")
+    assert "look the same" in refusal(source)
 
 
 def test_colours_and_classes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -1041,6 +1161,78 @@ def test_a_colour_that_labelmap_has_not(
     write(source / "classes.txt", "void = 224 224 192\n")
     converted(source, capsys)
     assert (masks_in(tmp_path / "out")["train/a"][0] == VOID).all()
+
+
+def test_what_a_stranger_may_have_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """In one line, and soon: pipes, depth, references, names beyond the source, sizes."""
+    source = tmp_path / "set"
+    outside = save(tmp_path / "secret/x.png")
+    save(source / "a.png")
+    save(source / "b.png")
+    rows = "".join(
+        f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]\n" for n in range(1, 11)
+    )
+    laughs = f"l0: &l0 x\n{rows}names: *l10\ntrain: .\n"
+
+    def coco(name: str, x: float = 1) -> str:
+        outline = [x, 1, 9, 1, 9, 9]
+        return json.dumps(
+            {
+                "images": [{"id": 1, "file_name": name, "width": 40, "height": 40}],
+                "annotations": [
+                    {
+                        "id": 1,
+                        "image_id": 1,
+                        "category_id": 1,
+                        "segmentation": [outline],
+                    }
+                ],
+                "categories": [{"id": 1, "name": "cat"}],
+            }
+        )
+
+    for name, content, words in (
+        ("data.yaml", laughs, "larger than any"),
+        ("data.yaml", "names: " + "[" * 5000, "too many brackets"),
+        ("data.json", "[" * 100_000, "no JSON"),
+        ("data.json", coco("../secret/x.png"), "outside of"),
+        ("data.json", coco(str(outside)), "outside of"),
+        ("data.json", coco("a" * 5000 + ".png"), ""),
+        ("data.csv", f"file,label\n{outside},a\na.png,b\n", "outside of"),
+    ):
+        path = source / name
+        path.write_text(content)
+        start = time.monotonic()
+        try:
+            convert.main([str(source), str(tmp_path / "out")])
+        except UserError as error:
+            assert words in error.line
+            assert "\n" not in error.line
+        else:
+            assert not words, (name, content[:99])
+        assert time.monotonic() - start < 10
+        path.unlink()
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    for name in "data.json", "data.xml", "data.csv", "data.yaml":
+        os.mkfifo(source / name)
+        with pytest.raises(UserError):
+            convert.main([str(source), str(tmp_path / "out")])
+        (source / name).unlink()
+    (source / "b.png").unlink()
+    os.mkfifo(source / "b.png")
+    write(source / "data.json", coco("b.png"))
+    with pytest.raises(UserError):
+        convert.main([str(source), str(tmp_path / "out")])
+    (source / "data.json").unlink()
+    scipy.io.savemat(
+        source / "a.mat",
+        {"mask": np.zeros((15_000, 15_000), np.uint8)},
+        do_compression=True,
+    )
+    with pytest.raises(UserError, match="max_megapixels"):
+        arrays.load_values(source / "a.mat")
 
 
 def test_yolo_without_yaml(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -1127,3 +1319,152 @@ def test_training_says_what_to_type(name: str, tmp_path: Path) -> None:
             tmp_path / "a set-converted", True, ["train", "val"], folders.raise_it
         )
         assert found["train"]
+
+
+# What a file means is decided by what it holds: what another export says, or nothing tells.
+
+
+@pytest.mark.parametrize("kind", ["roboflow", "cvat", "voc", "arrays"])
+def test_two_exports_below_one_folder(kind: str, tmp_path: Path) -> None:
+    """Each has its own classes: the cats of one are not the dogs of the other."""
+    source = tmp_path / "set"
+    for number, (folder, name) in enumerate([("a", "cat"), ("b", "dog")]):
+        root = source / folder
+        mask = inside(LARGE).astype(np.uint8)
+        image = root / f"JPEGImages/{number}.jpg"
+        if kind == "roboflow":
+            image = root / f"{number}.jpg"
+            save(root / f"{number}_mask.png", mask)
+            rows = f"Pixel Value, Class\n0, background\n1, {name}\n"
+            write(root / "_classes.csv", rows)
+        elif kind == "cvat":
+            save(root / f"SegmentationClass/{number}.png", COLORS[mask])
+            lines = f"background:0,0,0::\n{name}:250,50,83::\n"
+            write(root / "labelmap.txt", lines)
+        elif kind == "voc":
+            palette_mask(root / f"SegmentationClass/{number}.png", mask)
+            write(root / "class_names.txt", f"_background_\n{name}\n")
+        else:
+            (root / "SegmentationClassNpy").mkdir(parents=True)
+            np.save(root / f"SegmentationClassNpy/{number}.npy", mask.astype(np.int32))
+            write(root / "classes.txt", f"background = 0\n{name} = 1\n")
+        save(image)
+    out = tmp_path / "out"
+    convert.main([str(source), str(out)])
+    assert list(read_classes(out / "classes.txt")) == ["background", "cat", "dog"]
+    found = masks_in(out)
+    for key, mask in found.items():
+        assert (mask == inside(LARGE) * (1 + int(key[-1]))).all()
+    assert len(found) == 2
+
+
+def runs_of(mask: np.ndarray, order: str) -> list[list[int]]:
+    """START LENGTH of each run, the first pixel being 1."""
+    counts = lengths(mask, order)
+    ends = np.cumsum(counts)
+    pairs = zip(ends[0::2] + 1, counts[1::2], strict=False)
+    return [[int(start), int(length)] for start, length in pairs]
+
+
+def test_which_way_runs_go(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Objects tell it, but in square images; starts that fall are no absolute ones."""
+    source = tmp_path / "set"
+    save(source / "images/a.png")
+    for order in "FC":
+        words = " ".join(f"{s} {n}" for s, n in runs_of(inside(LARGE), order))
+        write(source / "t.csv", f"id,annotation\na,{words}\n")
+        said = converted(source, capsys)
+        assert ("along the rows" in said) == (order == "C")
+        assert (masks_in(tmp_path / "out")["train/a"] == inside(LARGE)).all()
+    square = np.zeros((12, 12), bool)
+    square[1:7, 2:5] = True
+    save(source / "images/a.png", np.zeros((12, 12, 3), np.uint8))
+    words = " ".join(f"{s} {n}" for s, n in runs_of(square, "C"))
+    write(source / "t.csv", f"id,annotation\na,{words}\n")
+    line = refusal(source)
+    assert "not clear" in line
+    for order, mask in ("columns", square.T), ("rows", square):
+        assert f"--format rle-csv-{order}" in line
+        converted(source, capsys, "--format", f"rle-csv-{order}")
+        assert (masks_in(tmp_path / "out")["train/a"] == mask).all()
+    relative = "14 6 6 6 6 6"  # from the end of the last run, as SIIM-ACR's
+    for words in relative, "10 5 12 5":
+        write(source / "t.csv", f"id,rle\na,{words}\n")
+        assert "row 2: the starts of its runs (RLE) do not rise" in refusal(source)
+
+
+def test_crowds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Brushes as CVAT and datumaro write them; void that is meant is counted."""
+    source = tmp_path / "set"
+    save(source / "1.jpg")
+    names = [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}]
+    brush = {"size": [HEIGHT, WIDTH], "counts": lengths(inside(LARGE), "F")}
+    first = {"id": 1, "image_id": 1, "category_id": 1, "iscrowd": 1}
+    first["segmentation"] = brush
+    second = {"id": 2, "image_id": 1, "category_id": 2, "segmentation": [SMALL]}
+    content = {"images": [{"id": 1, "file_name": "1.jpg"}], "categories": names}
+    for annotations in [first, second], [first]:
+        write(source / "x.json", content | {"annotations": annotations})
+        line = refusal(source)
+        assert "all objects of cat are crowds (iscrowd 1)" in line
+        assert "--format coco-objects" in line
+    write(source / "x.json", content | {"annotations": [first, second]})
+    for format, number in ("coco-objects", 1), ("coco-void", VOID):
+        converted(source, capsys, "--format", format)
+        assert (masks_in(tmp_path / "out")["train/1"] == two_boxes(number)).all()
+    third = {**second, "category_id": 1}
+    write(source / "x.json", content | {"annotations": [first, second, third]})
+    assert "1 objects are crowds (iscrowd 1), so void" in converted(source, capsys)
+
+
+def test_turned_boxes_and_key_points(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    save(source / "a.png")
+    corners = [LARGE[n : n + 2] for n in range(0, 8, 2)]
+    shape = {"label": "cat", "shape_type": "oriented_rectangle", "points": corners}
+    write(source / "a.json", {"imagePath": "a.png", "shapes": [shape]})
+    convert.main([str(source), str(tmp_path / "out")])
+    assert (masks_in(tmp_path / "out")["train/a"] == inside(LARGE)).all()
+    pose = tmp_path / "pose"
+    yolo(pose)
+    with open(pose / "data.yaml", "a") as file:
+        file.write("kpt_shape: [4, 2]\n")
+    assert "key points (kpt_shape), which have no inside" in refusal(pose)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "panoptic_val.json",
+            {
+                "images": [],
+                "categories": [],
+                "annotations": [{"image_id": 1, "segments_info": []}],
+            },
+            "COCO panoptic; take instances_",
+        ),
+        ("via.json", {"_via_settings": {}}, "VIA; export it as COCO"),
+        ("a.jpg.json", {"objects": [{"classTitle": "c"}]}, "Supervisely; export"),
+        ("sa_1.json", {"annotations": [{"predicted_iou": 1}]}, "SA-1B"),
+        ("a.json", {"schema_ref": "x", "item": {}}, "V7 Darwin; export it as COCO"),
+        ("x.ndjson", {"data_row": {}}, "Labelbox; convert it to COCO"),
+        ("a.xml", "<annotation><object><bndbox>", "boxes, which have no outline"),
+        ("t.parquet", "PAR1", "Parquet; datasets.load_dataset reads it"),
+        ("t.npz", "PK", "numpy.load reads it"),
+        ("t.tar", "", "tar xf"),
+        ("t.zip", "PK", "unzip it"),
+        ("cifar-10-batches-py/data_batch_1", "", "torchvision.datasets.CIFAR10"),
+        ("train-images-idx3-ubyte.gz", "", "torchvision.datasets.MNIST"),
+    ],
+)
+def test_what_is_not_taken(
+    name: str, content: object, words: str, tmp_path: Path
+) -> None:
+    """One line says what it is, and what to export or type."""
+    source = tmp_path / "set"
+    save(source / "a.jpg")
+    write(source / name, content)
+    line = refusal(source)
+    assert name in line
+    assert words in line

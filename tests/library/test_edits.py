@@ -339,7 +339,8 @@ def test_a_counter_of_epochs(few: Path, tmp_path: Path, edited: Edited) -> None:
     done = start(few, tmp_path / "out", "--epochs", 3).ok()
     changed = "lowest, args.worse, early.waited"
     assert len(re.findall(f"warning: {changed} changed with", done.out)) == 1
-    assert "the loop was left after epoch 2 of 3" in done.out
+    assert "the loop was left after epoch 2 of 3: the run is not finished" in done.out
+    assert "use --patience or --epochs 2" in done.out
     done = start(few, tmp_path / "whole", "--epochs", 2, "--patience", 1).ok()
     assert "the loop was left" not in done.out
 

@@ -80,6 +80,8 @@ OTHERS = [
     {"NODE_RANK": "1"},
     {"FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2"},
     {"PBS_NUM_NODES": "2"},
+    {"LSB_MCPU_HOSTS": "node-a 8 node-b 8"},
+    {"NHOSTS": "2"},
     {"AWS_BATCH_JOB_NUM_NODES": "2"},
     {**SHELL, "OMPI_COMM_WORLD_SIZE": "2"},  # mpirun in the shell of srun --pty
 ]

@@ -24,7 +24,7 @@ import time
 import torch
 import ddpkit
 from ddpkit.ranks import distributed
-with ddpkit.explaining():
+def main():
     here = distributed.rendezvous(timeout=3)
     torch.distributed.init_process_group(
         here.backend, None, here.timeout, here.world_size, here.rank, here.store
@@ -32,6 +32,7 @@ with ddpkit.explaining():
     if torch.distributed.get_rank() == 0:
         distributed.barrier()
     time.sleep(60)
+ddpkit.run_main(main)
 """
 
 OUT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.2 GiB"

@@ -181,6 +181,29 @@ def test_a_question_and_two_interrupts(project, data, tmp_path):
     assert "usually" not in done.err
 
 
+def test_a_value_of_every_rank(project, data, tmp_path):
+    """One rank asks, one runs, one has died: a row each, without a collective."""
+
+    def ask() -> None:
+        time.sleep(1)  # for the others to be there
+        print(explaining.on_all_ranks("[step, 'x']"))
+
+    def patch() -> None:
+        process.project = lambda: project.folder
+        explaining.ANSWER_SECONDS = 1.5
+        after_step(3, ask, 0)()
+        after_step(3, hang, 1)()
+        after_step(3, die, 2)()
+
+    done = project.train(data, tmp_path, on=3, patch=patch)
+    assert not done.left
+    assert re.search(r"^rank 0: epoch 1, .*: \[3, 'x'\]$", done.out, re.M), done.out
+    assert re.search(
+        r"^rank 1: epoch 1, step \d, at main.py:\d+: after", done.out, re.M
+    )
+    assert re.search(r"^rank 2: has ended \(process \d+\)$", done.out, re.M)
+
+
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_rank_that_does_not_answer(project, data, tmp_path, is_held):
     """Held by SIGSTOP, of which the launcher does not know: it is named, and waited for."""

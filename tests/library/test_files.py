@@ -1,17 +1,20 @@
 """Files and folders that appear whole or not at all; what checkpoints hold of optimizers."""
 
+import ast
 import contextlib
 import csv
+import json
 import os
 import re
 import signal
+import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from generated import die, refusal
+from generated import ROOT, die, refusal
 from ranks import on_ranks
 
 from ddpkit import files
@@ -92,6 +95,85 @@ def test_formulas(tmp_path):
     assert header == row[: len(names)]
     assert header[:4] == ["'=cmd|calc", "'@SUM(1)", "'-1+2", "'+x"]
     assert [re.sub(r"(^|;)'(?='*[-=+@\t\r])", r"\1", cell) for cell in header] == names
+
+
+def odd_files(folder: Path) -> dict[str, Path]:
+    """What is no file to read, by what is said of it: it blocks, has no end, or is not there."""
+    os.mkfifo(folder / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "socket"))
+    (folder / "device").symlink_to("/dev/zero")
+    (folder / "dangling").symlink_to("none")
+    (folder / "loop").symlink_to("loop")
+    (folder / "large").touch()
+    os.truncate(folder / "large", files.OF_DATA + 1)
+    return {
+        "(not a regular file)": folder / "pipe",
+        "(No such device or address)": folder / "socket",
+        "(not a regular file) ": folder / "device",
+        "(No such file or directory)": folder / "dangling",
+        "(Too many levels of symbolic links)": folder / "loop",
+        "(Is a directory)": folder,
+        f"({files.OF_DATA + 1:,} bytes, more than {files.OF_DATA:,})": folder / "large",
+    }
+
+
+def test_only_regular_files_are_read(tmp_path):
+    """Each at once, in one line that says what it is; and so is what a parser cannot read."""
+    for words, path in odd_files(tmp_path).items():
+        with refusal("files.failure", path, "cannot be read", words.strip()):
+            files.read_text(path)
+    path = tmp_path / "file"
+    for content in b"\xff", b"[" * 100_000, b"1" * 5_000, b"{":
+        path.write_bytes(content)
+        with refusal("files.parse", path, "no JSON (", "; repair or remove it"):
+            files.parse(path, json.loads, "JSON")
+    path.write_bytes(b"\xff")
+    with refusal("files.parse", path, "no text in UTF-8", "; save it as UTF-8"):
+        files.read_text(path)
+    assert files.read_text(path, "replace") == "\ufffd"
+    with refusal("files.failure", path, "1 bytes, more than 0"):
+        files.read_text(path, most=0)
+
+
+OPENS = re.compile(
+    r"((io|os)\.)?open|(np|torch|json|yaml)\.load|(Image|zipfile|tarfile)\.open|shutil\.copy(file|tree|2)?|"
+    r"(?!files\.).*\.(read_text|read_bytes|TiffFile|ZipFile|load_file|safe_open|imread|fromfile|"
+    r"memmap)|loadmat|whosmat|ElementTree\.(parse|iterparse)|(path|file|source)\.open"
+)
+# What a run and this machine have by themselves, and what is told apart by the argument.
+OWN = {
+    "files.py": {"open", "os.open"},
+    "errors.py": {"os.open"},
+    "__main__.py": {"shutil.copytree"},
+    "agreement.py": {"path.read_bytes"},  # the code that runs
+    # read as data everywhere else
+    "folders.py": {"open"},
+    "check.py": {"open"},
+    "masks.py": {"path.read_text"},
+}
+
+
+def test_one_door():
+    """What others may have made is opened by files.py alone; elsewhere only what it has opened."""
+    library = ROOT / "ddpkit"
+    found = {}
+    for path in library.rglob("*.py"):
+        if path.parent.name == "ranks":  # the kernel's files, and sockets
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            given = [ast.unparse(each) for each in node.args]
+            is_opened = given and re.match(
+                r"file$|new$|io\.BytesIO\(|content", given[0]
+            )
+            is_written = any(re.fullmatch("'[wx]b?'", each) for each in given)
+            is_own = is_opened or is_written or name in OWN.get(path.name, ())
+            if OPENS.fullmatch(name) and not is_own:
+                found.setdefault(path.name, []).append((name, node.lineno))
+    assert found == {}
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

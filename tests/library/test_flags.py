@@ -273,6 +273,56 @@ def test_the_home_folder(tmp_path, monkeypatch):
     }
 
 
+def test_files_of_flags(tmp_path, monkeypatch):
+    """Variables have their values; what is no file, or has no end, ends in one line."""
+    monkeypatch.setenv("SCRATCH", "/scratch/me too")
+    parser = flags.Parser()
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--text")
+    path = tmp_path / "flags"
+    other = tmp_path / "other"
+    path.write_text(f"--data ${{SCRATCH}}/set\n@{other}")
+    other.write_text("--text=$SCRATCH$5$")
+    found = parser.parse_args([f"@{path}"])
+    assert found.data == Path("/scratch/me too/set")
+    assert found.text == "/scratch/me too$5$"
+    other.write_text("--text $UNKNOWN/a")
+    with refusal("flags.error", "UNKNOWN is not set"):
+        parser.parse_args([f"@{path}"])
+    other.write_text(f"@{path}")
+    with refusal("flags.error", f"@{path} reads itself"):
+        parser.parse_args([f"@{path}"])
+    other.write_bytes(b"\xff")
+    with refusal("files.parse", other, "save it as UTF-8"):
+        parser.parse_args([f"@{path}"])
+    other.unlink()
+    os.mkfifo(other)
+    for odd in other, tmp_path, "/dev/zero":
+        path.write_text(f"@{odd}")
+        with refusal("files.failure", odd, "cannot be read"):
+            parser.parse_args([f"@{path}"])
+
+
+def test_values_of_another_kind():
+    """As the checkpoint of a stranger may have them; texts are converted as what is typed."""
+    parser = flags.Parser()
+    parser.add_argument("--arch", default="a")
+    parser.add_argument("--lr", type=parser.at_least(0, float))
+    parser.add_argument("--size", type=parser.at_least(1), default=3)
+    parser.add_argument("--output", type=Path, default=Path("out"))
+    for name, value in {"arch": ["a"], "size": {}, "output": (3,)}.items():
+        with refusal("flags.error", f"--{name}: {value!r} instead of"):
+            parser.set_defaults(**{name: value})
+    parser.set_defaults(arch=3, lr=1, size=4.0, output="there", own=[1])
+    found = parser.parse_args([])
+    assert vars(found) == {
+        **{"arch": "3", "lr": 1, "size": 4.0, "output": Path("there"), "own": [1]}
+    }
+    parser.set_defaults(size="x")
+    with refusal("flags.error", "--size", "x is not an integer"):
+        parser.parse_args([])
+
+
 def test_flags_of_a_checkpoint():
     """Its own count, also for a flag that has to be given; newer ones get their default."""
     parser = flags.Parser()

@@ -1,8 +1,12 @@
 """Folders and lists as people have them: what is found in them, and what is refused."""
 
+import contextlib
 import csv
+import io
 import os
 import shutil
+import subprocess
+import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,12 +30,10 @@ def drawn(
 ) -> Callable[[str], Path]:
     """A set to spoil, of each kind: 53 + 23 images."""
 
-    draws = {"labels": ddpkit.demo_classes, "masks": ddpkit.demo_masks}
-
     def draw(kind: str) -> Path:
         source = tmp_path_factory.getbasetemp() / f"drawn {kind}"
         if not source.exists():
-            draws[kind](source, 53, 23)
+            ddpkit.demo_set(source, 53, 23, masks=kind == "masks")
         return shutil.copytree(source, tmp_path / "own")
 
     return draw
@@ -281,6 +283,20 @@ def test_forms_of_unicode(tmp_path: Path) -> None:
         (tmp_path / row).mkdir(parents=True)
         (tmp_path / row / "x.jpg").touch()
     with refusal("folders.find_labelled", "Unicode"):
+        folders.find_labelled(tmp_path)
+    # in one part they would be two classes; nor is a letter without width seen
+    for alike in other, "b\u200b":
+        (tmp_path / "train" / alike).mkdir()
+        (tmp_path / "train" / alike / "x.jpg").touch()
+        with refusal("names.refuse_alike", "look the same", "rename one"):
+            folders.find_labelled(tmp_path)
+        shutil.rmtree(tmp_path / "train" / alike)
+    table = tmp_path / "train.csv"
+    table.write_text(f"file,label\ntrain/{one}/x.jpg,{one}\ntrain/b/x.jpg,{other}\n")
+    with refusal("names.refuse_alike", "look the same"):
+        folders.find_labelled(tmp_path)
+    table.write_text(f"file,label\ntrain/b/x.jpg,a\nimages/{other}.jpg,b\n")
+    with refusal("folders.read_row", "does not exist", "looks the same"):
         folders.find_labelled(tmp_path)
 
 
@@ -642,6 +658,126 @@ def test_folds_and_groups() -> None:
         folders.split(grouped, Path("/d"), (9, 9))
 
 
+def name_groups(data: Path, per_group: int) -> None:
+    """Write groups.csv: so many images, in turn, are of one group."""
+    paths = sorted(data.glob("*/images/*")) or sorted(data.glob("*/*/*"))
+    rows = [(p.relative_to(data), n // per_group) for n, p in enumerate(paths)]
+    with open(data / "groups.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("file", "group"), *rows])
+
+
+def lines_of(kind: str, data: Path) -> tuple[str, tuple]:
+    """What is said while a set is found, and the set."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        parts = find(kind, data)
+    return said.getvalue(), parts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1)
+def test_groups_of_folders(drawn: Callable, kind: str) -> None:
+    """Of DIR/groups.csv: what is held out is whole groups, and a line says so."""
+    data = drawn(kind)
+    shutil.rmtree(data / "val")
+    said, _ = lines_of(kind, data)
+    line = "; if some belong together, as those of a patient or a video do, name their groups in"
+    assert f"{line} {data / 'groups.csv'}\n" in said
+    name_groups(data, 4)
+    said, (train, val, _) = lines_of(kind, data)
+    assert " of 53 images used for validation; whole groups\n" in said
+    groups = [{sample[2] for sample in part} for part in (train, val)]
+    assert len(groups[1]) == 2
+    assert not groups[0] & groups[1]
+    assert len(train) + len(val) == 53
+    table = data / "groups.csv"
+    *rows, last = table.read_text().splitlines()
+    table.write_text("\n".join(rows))
+    with refusal("folders.add_groups", f"has no row for {data / last.split(',')[0]}"):
+        find(kind, data)
+
+
+@on_ranks(1)
+def test_what_parts_share(drawn: Callable) -> None:
+    """Groups in two parts, and files with two labels, are said at the start."""
+    data = heap("labels", drawn("labels"))
+    for part in "train", "val":
+        path = data / f"{part}.csv"
+        header, *rows = path.read_text().splitlines()
+        rows = [f"{row},p{n}" for n, row in enumerate(rows)]
+        path.write_text("\n".join([f"{header},group", *rows]))
+    said, (*_, classes) = lines_of("labels", data)
+    assert "23 groups are in the training set and in another part" in said
+    assert "p0, p1, p10, p11, ...; move their rows into one" in said
+    assert "listed twice" not in said
+    path = data / "train.csv"
+    file, label, _ = path.read_text().splitlines()[1].split(",")
+    other = next(name for name in classes if name != label)
+    path.write_text(f"{path.read_text()}\n{file},{other},p0\n")
+    line = f"{data / file}: is listed twice, with two labels; remove a row\n"
+    assert line in lines_of("labels", data)[0]
+
+
+def run_recipe(title: str, number: int, folder: Path) -> None:
+    """Run a block of shell below a title of own-data.md in a folder."""
+    page = (Path(__file__).parents[2] / "docs/own-data.md").read_text()
+    section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    block = section.split("```bash\n")[number].partition("```")[0]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = {"cwd": folder, "env": {**os.environ, "PATH": path}}
+    subprocess.run(["bash", "-e", "-c", block], check=True, **options)
+
+
+def test_recipes_of_shell(tmp_path: Path) -> None:
+    title = "Sets that need three lines of shell"
+    pets = tmp_path / "pets"
+    listed = tmp_path / "listed"
+    nuclei = tmp_path / "nuclei"
+    patients = tmp_path / "DIR"
+    for name in "cat.0", "cat.1", "dog.0", "dog.1":
+        for path in (
+            pets / f"{name}.jpg",
+            listed / f"images/{name}.jpg",
+            patients / f"train/{name[:3]}/p{name[-1]}_{name}.jpg",
+        ):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8)).save(path)
+    run_recipe(title, 1, pets)
+    train, val, classes = folders.find_labelled(pets)
+    assert classes == ["cat", "dog"]
+    for path, label in [*train, *val]:
+        assert Path(path).name.startswith(classes[label])
+    (listed / "train.txt").write_text("images/cat.0.jpg 0\nimages/dog.0.jpg 1\n")
+    run_recipe(title, 2, listed)
+    rows = folders.read_list(listed / "train.csv", ["file", "label"])
+    assert rows == [
+        (str(listed / "images/cat.0.jpg"), "0"),
+        (str(listed / "images/dog.0.jpg"), "1"),
+    ]
+    for name in "ab":
+        for kind, number, value in (
+            ("images", 0, 9),
+            ("masks", 1, 255),
+            ("masks", 2, 255),
+        ):
+            path = nuclei / f"{name}/{kind}/{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image = Image.new("L", (8, 8))
+            image.putpixel((number, 0), value)
+            image.save(path)
+    run_recipe(title, 3, nuclei)
+    pairs = folders.read_list(nuclei / "train.csv", ["image", "mask"])
+    assert len(pairs) == 2
+    for image, mask in pairs:
+        assert Path(image).parents[1] == Path(mask).parent
+        first = Image.open(mask).crop((0, 0, 4, 1)).tobytes()
+        assert [*first] == [0, 255, 255, 0]
+    run_recipe("Images that belong together", 1, tmp_path)
+    train, val, _ = folders.find_labelled(patients)
+    groups = [{Path(sample[0]).name[:2] for sample in part} for part in (train, val)]
+    assert sorted(groups[0] | groups[1]) == ["p0", "p1"]
+    assert not groups[0] & groups[1]
+
+
 class TestLists:
     """train.csv and val.csv."""
 
@@ -651,7 +787,7 @@ class TestLists:
             (folder / name).touch()
         data = content if isinstance(content, bytes) else content.encode()
         (folder / "train.csv").write_bytes(data)
-        return folders.read_list(folder / "train.csv", has_masks=False)
+        return folders.read_list(folder / "train.csv", ["file", "label"])
 
     def test_rows(self, tmp_path: Path) -> None:
         """As spreadsheets write them: a mark, CRLF, quotes, further columns in another order."""
@@ -663,6 +799,8 @@ class TestLists:
         assert self.rows(tmp_path, content) == [(a, "cät"), (b, "cät, old")]
         loose = 'file, label \na.jpg, cät\n"b,1.jpg","cät, old"\n,\n , \n'
         assert self.rows(tmp_path, loose) == [(a, "cät"), (b, "cät, old")]
+        of_excel = 'file;label\na.jpg;"cät;dog"\n'
+        assert self.rows(tmp_path, of_excel) == [(a, "cät;dog")]
 
     def test_columns_not_used(
         self, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -675,17 +813,28 @@ class TestLists:
             self.rows(tmp_path, "file,label,Split\na.jpg,x,train\na.jpg,x,test\n")
 
     @pytest.mark.parametrize(
-        ("content", "words"),
+        ("content", "code", "words"),
         [
-            ("file;label\na.jpg;x\n", "no column file"),
-            ("file,label\na.jpg,x\na.jpg,\n", "train.csv, line 3: no label"),
-            ("file,label\nc.jpg,x\n", "train.csv, line 2: "),
-            ("file,label,note\n,,x\n", "train.csv, line 2: no file"),
-            ("file,label\na.jpg,c\xe4t\n".encode("latin-1"), "UTF-8"),
+            ("file:label\na.jpg:x\n", "folders.read_list", "no column file"),
+            ("file,label\na.jpg,x\na.jpg,\n", "folders.read_row", "line 3: no label"),
+            ("file,label\nc.jpg,x\n", "folders.read_row", "train.csv, line 2: "),
+            (
+                "file,label,note\n,,x\n",
+                "folders.read_row",
+                "train.csv, line 2: no file",
+            ),
+            # a label of several in a list with semicolons, without quotes
+            ("file;label\na.jpg;x;y\n", "lists.parse_rows", "line 2: more cells than"),
+            (
+                "file,label\na.jpg,c\xe4t\n".encode("latin-1"),
+                "files.parse",
+                "UTF-8",
+            ),
         ],
     )
-    def test_faults(self, tmp_path: Path, content: str | bytes, words: str) -> None:
-        code = "folders.read_row" if "line" in words else "folders.read_list"
+    def test_faults(
+        self, tmp_path: Path, content: str | bytes, code: str, words: str
+    ) -> None:
         with refusal(code, words):
             self.rows(tmp_path, content)
 

@@ -126,6 +126,50 @@ def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
         assert said <= {name for name, score in scores.items() if score > 0.2999}
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_weights_of_rare_labels(smoothing: float, is_mixed: bool) -> None:
+    """With "auto" the best constant answer of each label is 0.5, as with torch's pos_weight.
+
+    Without, it is the label's share of the images; smoothing moves it a little to the middle, and
+    mixed images have the mean of what their parts have.
+    """
+    targets = torch.zeros(1000, 2)
+    targets[:500, 0] = 1
+    targets[:20, 1] = 1
+
+    class Images:
+        def __len__(self) -> int:
+            return len(targets)
+
+        def count_labels(self, index: int) -> dict[int, int]:
+            return dict.fromkeys(targets[index].nonzero().flatten().tolist(), 1)
+
+    weights = ddpkit.class_weights("auto", Images(), ["common", "rare"], True)
+    assert weights.tolist() == [1, 49]
+    if is_mixed:
+        targets = 0.7 * targets + 0.3 * targets.roll(300, 0)
+
+    def best(weights: torch.Tensor | None) -> list[float]:
+        criterion = ddpkit.BinaryCrossEntropy(weights, smoothing)
+        answers = torch.zeros(2, requires_grad=True)
+        optimizer = torch.optim.LBFGS([answers], max_iter=100)
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            total = criterion(answers.expand(1000, 2), targets) / 1000
+            total.backward()
+            return total
+
+        optimizer.step(loss)
+        return answers.sigmoid().tolist()
+
+    assert best(weights) == pytest.approx([0.5, 0.5], abs=1e-3)
+    rare = 0.02 * (1 - smoothing) + smoothing / 2
+    assert best(None) == pytest.approx([0.5, rare], abs=1e-3)
+
+
 def test_groups_stay_together(several: Path) -> None:
     """With lists for validation or without, of the training set or of what is held out of it."""
     for fold in (1, 3), (3, 3), None:

@@ -1,6 +1,7 @@
 """What the values and colours in masks mean, and the classes' shares."""
 
 import random
+import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,30 @@ def test_faults_of_classes_txt(tmp_path: Path, text: str, words: list[str]) -> N
     (tmp_path / "classes.txt").write_text(text)
     with refusal("masks.parse", tmp_path / "classes.txt", words):
         masks.read_classes(tmp_path / "classes.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("class_dict.csv", "name,r,g,b\nroad,1,2,3\ncar, 0,0,0\nVoid,9,9,9\n"),
+        ("class_dict_seg.csv", 'name, rgb\nroad,"[1, 2, 3]"\ncar,"[0, 0, 0]"\n'),
+        ("label_colors.txt", "1 2 3\troad\n0 0 0\tcar\n9 9 9\t\tunlabelled\n"),
+        (
+            "labelmap.txt",
+            "# label:color_rgb:parts:actions\nroad:1,2,3::\ncar:0,0,0::\n",
+        ),
+    ],
+)
+def test_lists_of_other_programs(tmp_path: Path, name: str, text: str) -> None:
+    """Read as classes.txt, unless there is one."""
+    (tmp_path / name).write_text(text)
+    found = masks.read_classes(tmp_path / "classes.txt")
+    assert list(found) == ["road", "car"]
+    assert found.colors is not None
+    assert found.colors.tolist() == [[1, 2, 3], [0, 0, 0]]
+    assert (9 << 16 | 9 << 8 | 9 in found.colored) == (text.count("9") > 2)
+    (tmp_path / "classes.txt").write_text("a\nb\n")
+    assert list(masks.read_classes(tmp_path / "classes.txt")) == ["a", "b"]
 
 
 NAMES = ["a", "b", "c"]
@@ -543,7 +568,7 @@ def test_a_colour_that_comes_twice_in_a_palette(tmp_path: Path) -> None:
 def test_a_set_that_mixes(tmp_path: Path) -> None:
     """Training says so before its first step; void in an optimised file is no crack."""
     data = tmp_path / "set"
-    ddpkit.demo_masks(data, 12, 4)
+    ddpkit.demo_set(data, 12, 4, masks=True)
     Image.new("1", (64, 64), 1).save(data / "train/masks/0003.png")
     with refusal("masks.add_meanings", data / "train/masks/0003.png"):
         content(data)
@@ -567,7 +592,7 @@ def test_colors(project: Project, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     data = tmp_path / "set"
     for folder in plain, data:
-        ddpkit.demo_masks(folder, 20, 6)
+        ddpkit.demo_set(folder, 20, 6, masks=True)
     repaint(data, recolor)
     text = "background = 10 20 30\r\ncrack = 200,0, 7\r\nvoid = 0 0 0"
     (data / "classes.txt").write_bytes(text.encode("utf-8-sig"))
@@ -591,7 +616,7 @@ def test_masks_that_cannot_be_meant(
     tmp_path: Path, change: Callable, text: str | None, words: list[str]
 ) -> None:
     data = tmp_path / "set"
-    ddpkit.demo_masks(data, 12, 4)
+    ddpkit.demo_set(data, 12, 4, masks=True)
     repaint(data, change)
     (data / "classes.txt").unlink()
     if text:
@@ -607,3 +632,41 @@ def test_images_of_each_class(capsys: pytest.CaptureFixture) -> None:
         assert counts.endswith(f" ({name}): a 1 (0), b 2 (1)")
         assert f"none of the {name} images" in warning
         assert warning.endswith(": a")
+
+
+def narrow_png(path: Path, values: list[int], bits: int) -> None:
+    """A grey PNG of one row whose values have so many bits, as other programs write it."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        length = struct.pack(">I", len(data))
+        return length + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", len(values), 1, bits, 0, 0, 0, 0)
+    text = "".join(f"{value:0{bits}b}" for value in values)
+    row = int(text.ljust(-(-len(text) // 8) * 8, "0"), 2)
+    packed = b"\0" + row.to_bytes(-(-len(text) // 8), "big")
+    data = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(packed))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + data + chunk(b"IEND", b""))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_fewer_than_8_bits(tmp_path: Path, bits: int) -> None:
+    """Stored numbers or what they show: an error, unless classes.txt has what they show."""
+    path = tmp_path / "mask.png"
+    largest = 2**bits - 1
+    narrow_png(path, [0, 1, largest], bits)
+    step = 255 // largest
+    palette = Image.fromarray(np.array([[0, 1, largest]], np.uint8))
+    palette.putpalette([n * step for n in range(largest + 1) for _ in "RGB"])
+    palette.save(tmp_path / "palette.png", bits=bits)
+    Image.open(path).save(tmp_path / "8.png")
+    lists = ["a", "b", "c"], [f"c{n}" for n in range(250)], ["a = 0", f"b = {step}"]
+    for name in "mask.png", "palette.png":
+        for lines in lists:
+            labels = masks.parse(lines, Path("classes.txt"))
+            with refusal("masks.read_bytes", name, "2 or 4 bits"):
+                masks.read_mask(str(tmp_path / name), labels)
+    lines = ["a = 0 0 0", f"b = {step} {step} {step}", "c = 255 255 255"]
+    for name in "mask.png", "palette.png", "8.png":
+        labels = masks.parse(lines, Path("classes.txt"))
+        assert masks.read_mask(str(tmp_path / name), labels).tolist() == [[0, 1, 2]]

@@ -29,6 +29,18 @@ def table(path: Path) -> dict[str, dict[str, str]]:
         return {row["class"]: row for row in csv.DictReader(file)}
 
 
+def test_letters_that_the_font_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Boxes in place of letters are drawn with a line that says so, in whichever text."""
+    for name, is_lacking in ("猫.jpg", True), ("🦄 x", True), ("ä.jpg", False):
+        with pictures.drawing(tmp_path / "x.png") as figure:
+            figure.suptitle(name)
+        said = capsys.readouterr().out
+        assert ("x.png: letters that matplotlib's font lacks" in said) == is_lacking
+        assert (tmp_path / "x.png").is_file()
+
+
 def test_names_that_the_font_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,13 +3,16 @@
 import base64
 import json
 import os
+import re
+import shutil
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from generated import Done, Project
+import torch
+from generated import Done, Project, refusal
 from huggingface_hub import ModelCard
 
 from ddpkit.run import checkpoint
@@ -117,6 +120,51 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
     assert card.data.model_name == "me/net" and card.data.license == "unknown"
     assert card.data.eval_results[0].dataset_name == "set"
     assert "./launch.sh --data set --arch shufflenet_v2_x0_5 " in card.text
+
+
+def test_what_others_may_have_made(
+    project: Project, trained: Path, tmp_path: Path
+) -> None:
+    """Links to files of one's own are not published; what a stranger names is text in the card."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    words = ["--checkpoint", str(run / "best.pt"), "--output", str(tmp_path / "hub")]
+    best = tmp_path / "best.pt"
+    shutil.copyfile(run / "best.pt", best)
+
+    def check() -> None:
+        for name, origin in (
+            *[(name, secret) for name in ("curves.png", "per_class.csv", "args.json")],
+            ("best.pt", best),
+        ):
+            path = run / name
+            path.rename(tmp_path / "kept")
+            for link in path.symlink_to, path.hardlink_to:
+                link(origin)
+                with refusal("publish.read_own", path, "others may have put it there"):
+                    publish.main(words)
+                path.unlink()
+            (tmp_path / "kept").rename(path)
+        assert not (tmp_path / "hub").exists()
+        state = torch.load(best, weights_only=True)
+        state["args"]["arch"] = "x`\n\n<img src=x onerror=alert(1)>"
+        torch.save(state, run / "best.pt")
+        facts = json.loads((run / "args.json").read_text())
+        (run / "args.json").write_text(json.dumps(facts | {"device": "<b>"}))
+        publish.main(words)
+
+    project.here(check).ok()
+    card = (tmp_path / "hub/README.md").read_text()
+    assert "\nx\\`\\\\n\\\\n\\<img src=x onerror=alert(1)\\> for image-" in card
+    assert " on \\<b\\> with" in card
+    assert not re.search(r"^ {0,3}<", card, re.M)
+    for content in "3", "[" * 10**5:
+        (run / "args.json").write_text(content)
+        project.run(words, script="ddpkit publish", on=1).refused(
+            "files.parse", "args.json", "no JSON"
+        )
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,12 @@ def test_a_stray():
     assert come(store, 0, 1, 3) == "joined"
     for rank, size, line in (
         (0, 1, "RANK=0 is there twice ("),
-        (1, 2, "WORLD_SIZE is 2 for rank 1, 1 for rank 0"),
+        (
+            1,
+            2,
+            "WORLD_SIZE is 2 for rank 1, 1 for rank 0: start as many ranks on "
+            "each node, by NPROC=1 ",
+        ),
         (1, 1, "RANK=1 with WORLD_SIZE=1: the last rank is 0"),
     ):
         assert come(store, rank, size, 3).startswith(line)

@@ -325,6 +325,12 @@ def test_compare(project: Project, trained: Path, tmp_path: Path) -> None:
     assert table[5].split()[1:4] == ["-", "-", "0/1"]
     one = compare(tmp_path, "runs/first").ok().out.splitlines()
     assert one[0].split() == titles[:5]
+    make("larger", text)
+    facts = {**about, "global_batch": 2 * about["global_batch"]}
+    (runs / "larger/args.json").write_text(json.dumps(facts))
+    two = compare(tmp_path, "runs/first", "runs/larger").ok().out.splitlines()
+    assert two[0].split()[5:] == ["global", "batch"]
+    assert f"{about['global_batch']} and {facts['global_batch']}, so" in two[3]
     compare(tmp_path, "runs/empty").failed("compare.main", "no run in runs/empty")
 
 

@@ -495,7 +495,7 @@ NAMES = set(sys.argv[1:])
 sys.meta_path.insert(0, Without())
 import ddpkit
 import torch
-for name in "Checkpoints Run VirtualRanks explaining stopping Criterion to_logits".split():
+for name in "Checkpoints Run VirtualRanks run_main stopping Criterion to_logits".split():
     getattr(ddpkit, name)
 data = [(torch.zeros(2), 0)] * 8
 assert len(list(ddpkit.train_loader(data, 2, workers=0))) == 4

@@ -5,9 +5,12 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 from digest import digest
 from generated import SMALL, wait_for
 from slurm import Job, NoSlurmError, Slurm, running
+
+from ddpkit.data import samples
 
 # SLOW: each step of a job's first start sleeps. KILL: each start dies in its second
 # step.
@@ -73,3 +76,30 @@ def test_stopped_and_requeued(slurm, project, few, tmp_path):
     assert re.findall(r"failure (\d) .*: status 137 on n\d\n", log) == ["1", "2"]
     assert killed["ExitCode"] == "137:0"
     assert killed.log.count("/last.pt: 0 of 4 epochs done") == 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_fewer_nodes(slurm, project, few, tmp_path):
+    """Virtual ranks: stopped on two nodes, it goes on on one, and ends as an undisturbed run."""
+    flags = list(SMALL["classification"])
+    flags += ["--image-size", 32, "--epochs", 3, "--data", few, "--save-every", 1]
+    flags += ["--virtual-ranks", 4, "--batch-size", 2]
+    project.run(flags, "--output-dir", tmp_path / "whole", on=1).ok()
+    folder = project.planted(tmp_path / "the project", PLANTED).folder
+    how = {"PYTHON": sys.executable, "NPROC": "1"}
+    name = "--job-name", "fewer"
+    job = Job(slurm, folder, flags, *name, "--nodes", "2", SLOW="", **how)
+    wait_for(lambda: "epoch 1/" in job.log)
+    slurm("scancel", job.number)
+    wait_for(job.is_over)
+    job = Job(slurm, folder, flags, *name, "--nodes", "1", **how)
+    assert "/last.pt: " in job.end("COMPLETED", restarts=0)
+    ends = [
+        torch.load(run / "last.pt", weights_only=True)
+        for run in (folder / "runs/fewer", tmp_path / "whole")
+    ]
+    first, second = (
+        samples.checksum([each["model"], each["optimizer"]]) for each in ends
+    )
+    assert first == second

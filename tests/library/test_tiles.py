@@ -46,16 +46,16 @@ def test_bands() -> None:
         return part.bfloat16()
 
     image = torch.rand(3, 320, 416)
-    found = list(tiles.sliding_window_rows(predict, image, 128, 32))
+    bands = list(tiles.predict_bands(predict, image[None], 128, 32))
     assert set(seen) == {(1, 3, 128, 128)}
-    end = 0
-    for rows, _ in found:
-        assert rows.start == end
-        end = rows.stop
-    assert max(logits.shape[1] for _, logits in found) <= 128
-    logits = torch.cat([logits for _, logits in found], dim=1)
+    assert max(band.shape[2] for band in bands) <= 128
+    logits = torch.cat(bands, dim=2)
     assert logits.dtype == torch.float32
-    assert torch.allclose(logits, image, atol=0.01)
+    assert torch.allclose(logits[0], image, atol=0.01)
+    numbers = tiles.sliding_window(
+        lambda part: part.argmax(1, keepdim=True), image[None], 128, 32
+    )
+    assert (numbers == image.argmax(0)).all()
     for tile in 64, 130:
         with refusal("tiles.is_tiled", f"--tile {tile}", "32 from 128"):
             tiles.sliding_window(nn.Identity(), torch.zeros(1, 3, 32, 32), tile, 32)

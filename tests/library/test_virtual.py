@@ -1,19 +1,23 @@
 """Virtual ranks: the same bits on 1, 2 and 4 processes, also if their number changes on the way."""
 
+import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
+import virtual_networks
 from generated import Done, Project, after_step, both_tasks, die, refusal, rows
 from ranks import on_ranks
 from torch import nn
 
 import ddpkit
 from ddpkit.data import samples
-from ddpkit.ranks import virtual
+from ddpkit.ranks import distributed, virtual
+from ddpkit.vision import reporting
 
 FLAGS = "--virtual-ranks 4 --epochs 2 --batch-size 2 --save-every 1 --ema 0.9"
 OF_TASK = {
@@ -25,7 +29,22 @@ OF_PROCESSES = {"ranks", "totals", "of_ranks", "args"}
 OF_SPEED = {"img_per_s", "train_seconds", "data_wait"}
 
 
-def ends(out: Path) -> tuple[dict, list]:
+def patched(stop: int) -> Callable[[], None]:
+    """Write the worst images of best.pt in place of drawing them; die after step `stop`, if any."""
+
+    def note(report: Any, _: object, worst: Any, *__: object) -> None:
+        if distributed.is_rank_zero():
+            (report.folder / "worst").write_text(repr(worst))
+
+    def patch() -> None:
+        reporting.Reporter.write_images = note
+        if stop:
+            after_step(stop, die)()
+
+    return patch
+
+
+def ends(out: Path) -> tuple:
     """Checksums of all that a run has come to, and the rows of metrics.csv in each digit."""
     state = torch.load(out / "last.pt", weights_only=True)
     del state["history"]
@@ -37,16 +56,19 @@ def ends(out: Path) -> tuple[dict, list]:
     table = []
     for row in rows(out):
         table.append({name: row[name] for name in row.keys() - OF_SPEED})
-    return found, table
+    best = torch.load(out / "best.pt", weights_only=True)
+    of_best = samples.checksum([best[name] for name in ("model", "epoch", "best")])
+    return found, table, of_best, (out / "worst").read_text()
 
 
 @both_tasks
 def test_any_number_of_processes(project: Project, few: Path, tmp_path: Path) -> None:
     """With BatchNorm, averages, mixup and loader workers; killed, and resumed on others."""
 
-    def train(name: str, on: int, *more: object, **how: Any) -> Done:
+    def train(name: str, on: int, *more: object, stop: int = 0) -> Done:
         flags = f"{FLAGS} {OF_TASK[project.task]}".split()
-        return project.train(few, tmp_path / name, flags, *more, on=on, **how)
+        out = tmp_path / name
+        return project.train(few, out, flags, *more, on=on, patch=patched(stop))
 
     train("four", 4).ok()
     expected = ends(tmp_path / "four")
@@ -54,7 +76,7 @@ def test_any_number_of_processes(project: Project, few: Path, tmp_path: Path) ->
     assert ends(tmp_path / "one") == expected
     # in the first epoch, and in the second
     for step, on in (2, 2), (3, 4):
-        killed = train("changing", on, patch=after_step(step, die))
+        killed = train("changing", on, stop=step)
         assert killed.statuses == [-9] * on
     said = train("changing", 1).ok().out
     assert ends(tmp_path / "changing") == expected
@@ -68,15 +90,16 @@ def test_random_interruptions(
 ) -> None:
     """Killed at any step, and started again on any number of processes: twenty times."""
 
-    def train(name: str, on: int, **how: Any) -> Done:
+    def train(name: str, on: int, stop: int = 0) -> Done:
         flags = f"{FLAGS} {OF_TASK[project.task]} --epochs 14".split()
-        return project.train(few, tmp_path / name, flags, on=on, **how)
+        out = tmp_path / name
+        return project.train(few, out, flags, on=on, patch=patched(stop))
 
     train("whole", 4).ok()
     for step in range(2, 42, 2):
         on = chance.choice((1, 2, 4))
         stop = step + chance.randrange(2)
-        killed = train("stopped", on, patch=after_step(stop, die))
+        killed = train("stopped", on, stop=stop)
         assert killed.statuses == [-9] * on
     train("stopped", chance.choice((1, 2, 4))).ok()
     assert ends(tmp_path / "stopped") == ends(tmp_path / "whole")
@@ -163,8 +186,6 @@ def test_a_script_of_ones_own(tmp_path: Path) -> None:
     found.append(ends_of_script(tmp_path / "changing"))
     assert found == found[:1] * 4
     state = torch.load(tmp_path / "1" / "run" / "last.pt", weights_only=True)
-    of_ranks = state["of_ranks"]["model"]
-    assert len({tuple(each["mean"].tolist()) for each in of_ranks}) == 4
     # of which the weights that no rank has used know nothing
     names = state["parts"]["optimizer"]["state"].keys()
     assert any("now_and_then" in name for name in names)
@@ -178,12 +199,31 @@ def ends_of_script(folder: Path) -> dict[str, int]:
     }
 
 
+def test_any_network(tmp_path: Path) -> None:
+    """Of eight virtual ranks: what a case has come to is the same on any number of processes."""
+
+    def train(only: str = "") -> None:
+        count = distributed.world_size()
+        found = virtual_networks.run_cases(tmp_path / str(count), only)
+        if distributed.is_rank_zero():
+            (tmp_path / f"{count}.json").write_text(json.dumps(found))
+
+    on_ranks(1, 2, 4)(train)()
+    on_ranks(8)(train)(only="BatchNorm")
+    expected, *others = [
+        json.loads((tmp_path / f"{count}.json").read_text()) for count in (1, 2, 4, 8)
+    ]
+    assert len(set(expected.values())) == len(expected) > len(others[-1]) > 1
+    for found in others:
+        assert found == {name: expected[name] for name in found}
+
+
 @on_ranks(2)
 def test_what_cannot_be(tmp_path: Path) -> None:
     """Numbers that have no tree, networks that join batches, loaders of other ranks."""
     for ranks_, allowed in (3, "1, 3"), (6, "1, 3, 6"), (12, "1, 3, 6, 12"):
         with refusal(
-            "virtual.share_of", f"{ranks_} virtual ranks", f"start {allowed} "
+            "virtual.share_of", f"{ranks_} virtual ranks", f"processes: {allowed}"
         ):
             virtual.share_of(ranks_)
     assert list(virtual.share_of(8)) == [
@@ -201,18 +241,49 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     ):
         with refusal("resuming.find_virtual", "virtual_ranks=4"):
             next(iter(checkpoints.steps(loader, network)))
-    # of a network without buffers: the mean over the virtual ranks
-    model = ddpkit.VirtualRanks(nn.Linear(1, 1, bias=False), 4)
-    for step in 1, 2:  # the second adds to the first, as without zero_grad()
-        for number in range(2):
-            rank = model.begin_pass(number, 2)
-            model(torch.full((1, 1), float(rank))).sum().backward()
-        assert model.module.weight.grad.item() == step * (0 + 1 + 2 + 3) / 4
-    embedding = nn.Embedding(4, 2, sparse=True)
-    model = ddpkit.VirtualRanks(embedding, 2)
-    model.begin_pass(0, 1)
-    with pytest.raises(ddpkit.UserError, match="sparse"):
-        model(torch.tensor([1])).sum().backward()
+
+
+@on_ranks(2)
+def test_the_loop_over_batches(tmp_path: Path) -> None:
+    """Gradients are the mean over all virtual ranks; where they are not, it is refused."""
+    data = [(torch.full((1,), number % 4.0), 0) for number in range(16)]
+    loader = ddpkit.train_loader(data, 1, virtual_ranks=4, workers=0)
+    net = nn.Linear(1, 1, bias=False)
+    model = ddpkit.VirtualRanks(net, 4)
+    other = ddpkit.VirtualRanks(nn.Linear(1, 1), 4)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=net, optimizer=optimizer)
+    steps = iter(checkpoints.steps(loader, model))
+    batches = next(steps)
+    for time in 1, 2:  # the second adds to the first, as without zero_grad()
+        seen = []
+        for images, _ in batches:
+            seen.append(images.item())
+            model(images).sum().backward()
+        mean = sum(map(sum, distributed.gather_objects(seen))) / 4
+        assert net.weight.grad.item() == time * mean
+    with refusal("virtual.forward", "outside of the loop"):
+        model(torch.ones(1, 1))
+    for images, _ in batches:
+        with refusal("virtual.forward", "give steps() all networks"):
+            other(images)
+        model(images).sum().backward()
+        with refusal("virtual_steps.check_ended", "after the whole loop"):
+            optimizer.step()
+        break
+    with refusal("virtual_steps.check_ended", "after a break"):
+        next(steps)
+
+
+@on_ranks(1)
+def test_sparse_gradients(tmp_path: Path) -> None:
+    net = nn.Embedding(4, 2, sparse=True)
+    loader = ddpkit.train_loader([torch.tensor(1)] * 4, 1, virtual_ranks=2, workers=0)
+    model = ddpkit.VirtualRanks(net, 2)
+    checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=net)
+    with refusal("virtual_steps.take_gradients", "sparse"):
+        for numbers in next(iter(checkpoints.steps(loader, model))):
+            model(numbers).sum().backward()
 
 
 @on_ranks(1)

@@ -1,5 +1,6 @@
 """F5, as VS Code does it: every launch configuration, every way to stop, attaching to a rank."""
 
+import importlib.util
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from dap import F5, Debugger, configuration, line_of, task
 from generated import NET, ROOT, Project, texts, wait_for
 from ports import free_port
 
+import ddpkit
 from ddpkit.ranks import distributed
 
 LOOP = " loss = "  # in the training loop; calls the library
@@ -129,6 +131,15 @@ def test_a_debugging_session(
             assert rank.evaluate("rank") == str(number)
             same = "len(images) == len(outputs) == len(targets)"
             assert rank.evaluate(same) == "True"
+            rows = rank.evaluate('ddpkit.on_all_ranks("images")').splitlines()
+            for other, row in enumerate(rows):
+                assert row.startswith(f"rank {other}: at main.py:{rank.frame['line']}")
+                assert "(4, 3, 32, 32) float32 cpu, mean " in row
+            assert "differs" not in rows[0]
+            assert rows[1].endswith("; differs from rank 0 in images[0]")
+            rows = rank.evaluate('ddpkit.on_all_ranks("ddp_model")').splitlines()
+            assert "differs" not in "".join(rows)  # after the average of the gradients
+            assert len(rows) == 2
         for rank in debugger.go("stepIn"):  # F11, over what is the library's
             assert rank.frame["line"] == line_of(main, "scaler.scale(loss).backward()")
             assert rank.evaluate("loss.ndim") == "0"
@@ -139,6 +150,9 @@ def test_a_debugging_session(
         (only,) = debugger.go(count=1)
         since = time.monotonic()
         assert only.evaluate("rank") == "1"
+        rows = only.evaluate('ddpkit.on_all_ranks("rank")').splitlines()
+        assert re.fullmatch(r"rank 0: at main.py:\d+: in collective .*", rows[0])
+        assert re.fullmatch(r"rank 1: at main.py:\d+: .*: 1", rows[1])
         ask = task(own.folder, "Where is it?", output="runs/debug")
         subprocess.run([ask["command"], *ask["args"]], cwd=own.folder, check=True)
         place = rf"^rank 1, .*at main.py:{only.frame['line']}"
@@ -326,17 +340,21 @@ def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, who: str) -
 
 
 def test_a_test_file(endless: Project) -> None:
-    """The debugger stops in the test, and in the ranks that the test starts."""
+    """It stops in the test and in the ranks that the test starts; Stop of a rank ends all tests."""
     file = endless.folder / "tests" / "test_one.py"
     text = "from test_project import launch\n"
     text += "def test_one():\n    flags = []\n    launch(2)\n"
+    text += "def test_two():\n    launch(2)\n"
     file.write_text(text)
-    at = "tests/test_one.py", "launch(2)"
+    at = "tests/test_one.py", "flags = []"
     with debugging(endless, at=at, name="This test file", file=str(file)) as debugger:
-        assert debugger.stopped(1)[0].evaluate("flags") == "[]"
+        assert debugger.stopped(1)[0].evaluate("launch.__name__") == "'launch'"
         debugger.set("main.py", SUM)
-        assert [rank.evaluate("rank") for rank in debugger.go()] == ["0", "1"]
-        debugger.stop()
+        ranks = debugger.go()
+        assert [rank.evaluate("rank") for rank in ranks] == ["0", "1"]
+        ranks[1].disconnect()
+        assert debugger.finish() != 0
+        assert "stopped in the debugger" in debugger.text
         assert not generated.left(30)
 
 
@@ -365,18 +383,20 @@ def test_a_run_joins_the_debugger_of_its_terminal(
     """--debug in a terminal of VS Code, whose extension attaches to what a file of it names."""
     endpoint = tmp_path / "endpoints" / "endpoint.txt"
     endpoint.parent.mkdir()
+    endpoint.write_text("left by a run that was killed")
     flags = own.flags(few, tmp_path, "--image-size", 32, "--dist-timeout", 1)
-    flags += ["--debug", f"all:{free_port(2)}"]
+    flags += ["--debug", f"all:{free_port()}", "--workers", 1]
     env = {"VSCODE_DEBUGPY_ADAPTER_ENDPOINTS": str(endpoint)}
     with Debugger(own.folder) as debugger:
         debugger.set("main.py", LOOP)
         run = own.launch(flags, **env)
-        for _ in range(2):
-            wait_for(endpoint.exists)
-            time.sleep(1)  # longer than --dist-timeout
-            connect = json.loads(endpoint.read_text())["client"]
-            debugger.attach({"connect": connect, "justMyCode": True})
-            wait_for(lambda: not endpoint.exists())
+        wait_for(lambda: not endpoint.exists(), 60)
+        wait_for(endpoint.exists)
+        connect = json.loads(endpoint.read_text())["client"]
+        time.sleep(1)  # longer than --dist-timeout
+        # One session, which tells of the other ranks as of its children.
+        debugger.attach({"connect": connect, "justMyCode": True})
+        wait_for(lambda: not endpoint.exists(), 60)
         for number, rank in enumerate(debugger.stopped()):
             assert rank.stop["description"] == f"rank {number}: breakpoint"
             assert rank.threads() == [f"rank {number}", "watch"]
@@ -415,7 +435,10 @@ def test_attach_to_ranks_of_two_nodes(
     with Debugger(project.folder) as debugger:
         debugger.set("main.py", LOOP)
         nodes = [
-            project.launch(flags, NODE_RANK=str(number), **env) for number in range(2)
+            project.launch(
+                flags, NODE_RANK=str(number), SLURMD_NODENAME=f"n{number}", **env
+            )
+            for number in range(2)
         ]
         lines = [node.process.stderr.readline() for node in nodes]
         since = time.monotonic()
@@ -428,7 +451,9 @@ def test_attach_to_ranks_of_two_nodes(
                 lambda: time.monotonic() > since + 2, "more than --dist-timeout"
             )
             debugger.attach(
-                configuration(project.folder, "Attach to a rank", host=host, port=port)
+                configuration(
+                    project.folder, "Attach to all ranks", host=host, port=port
+                )
             )
         for number, rank in enumerate(debugger.stopped()):
             assert rank.threads()[0] == f"rank {number}"
@@ -449,13 +474,31 @@ def listening(port: int) -> list[str]:
 def test_debug_rank_that_cannot_be(project: Project, few: Path, tmp_path: Path) -> None:
     flags = project.flags(few, tmp_path)
     done = project.run(flags, "--debug-rank", 1, on=1)
-    done.refused("distributed.wait_for_debugger", "--debug-rank 1", "0 to 0")
+    done.refused("attaching.wait_for_debugger", "--debug 1", "0 to 0")
     done = project.run(flags, "--debug-rank", "one", on=1)
     done.refused("flags.error", "--debug-rank", "one")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = project.run(flags, "--debug-rank", f"0:{port}", on=1)
-        done.refused("distributed.wait_for_debugger", f"127.0.0.1:{port}", "R:PORT")
+        done.refused("attaching.wait_for_debugger", f"127.0.0.1:{port}", "R:PORT")
+
+
+def test_debug_in_a_terminal_without_debugpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VS Code's Python extension begins with the first Python file, and new terminals know it."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.delenv("BUNDLED_DEBUGPY_PATH", raising=False)
+    monkeypatch.delenv("TERM_PROGRAM", raising=False)
+    with pytest.raises(
+        ddpkit.UserError, match="--debug: python -m pip install debugpy"
+    ):
+        ddpkit.Parser.ranks("all")
+    monkeypatch.setenv("TERM_PROGRAM", "vscode")
+    with pytest.raises(ddpkit.UserError, match=r"open main.py .*, then a new terminal"):
+        ddpkit.Parser.ranks("all")
+    monkeypatch.setenv("BUNDLED_DEBUGPY_PATH", "/extension/libs/debugpy")
+    monkeypatch.setattr(sys, "path", [])
+    assert ddpkit.Parser.ranks("1") == ([1], 5678)
+    assert sys.path == ["/extension/libs"]
 
 
 def test_without_a_debugger_nothing_of_it_is_there(

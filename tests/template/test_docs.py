@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pages
 import pytest
+import quoting
 from pages import ROOT, TASKS, TEMPLATE, rendered
 
 import ddpkit
@@ -165,3 +166,19 @@ def test_list_of_pages() -> None:
         title, url = re.match(r"- \[(.+)\]\((.+/)\): \S", line).groups()
         assert page.read_text().startswith(f"# {title}\n")
         assert destination(url, ROOT) == page, line
+
+
+def test_pages_that_quote_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """`make pages`, which `make check` and `make test` run first, writes what is out of date."""
+    page = pages.ROOT / "docs" / "flags.md"
+    copy = tmp_path / page.name
+    copy.write_text(f"{page.read_text()}old")
+    monkeypatch.setattr(quoting, "PAGES", {copy: pages.flags_page})
+    assert quoting.main() == 1
+    assert "flags.md was out of date" in capsys.readouterr().out
+    assert copy.read_text() == page.read_text()
+    assert quoting.main() == 0
+    makefile = (ROOT / "Makefile").read_text()
+    assert {"test: pages", "check: pages"} <= set(makefile.splitlines())

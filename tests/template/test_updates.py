@@ -1,14 +1,19 @@
-"""The template as a repository: projects of it, and what cruft brings into them later."""
+"""The template as a repository: its projects, forks and releases, and what cruft brings later."""
 
+import filecmp
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from generated import ROOT, TEMPLATE_FOLDER
+
+from ddpkit.version import __version__
 
 ADDRESS = "https://github.com/org/ddp-template"
 Env = dict[str, str]
@@ -45,13 +50,18 @@ def cruft_file(project: Path) -> dict:
     return json.loads((project / ".cruft.json").read_text())
 
 
+def requirements(project: Path) -> str:
+    return (project / "requirements.txt").read_text()
+
+
 def make_repository(template: Path, folder: Path, env: Env) -> Repository:
     """A repository of the template, and an environment in which git finds it at ADDRESS."""
     copy = shutil.copytree(template, folder / "ddp-template.git", symlinks=True)
-    github = "https://github.com/org/", "https://name:password@github.com/org/"
-    for number, url in enumerate(github):
+    accounts = "name:password@github.com/org", "github.com/org", "github.com/my-lab"
+    for number, account in enumerate(accounts):
         env = {**env, f"GIT_CONFIG_KEY_{number}": f"url.{folder}/.insteadOf"}
-        env |= {f"GIT_CONFIG_VALUE_{number}": url, "GIT_CONFIG_COUNT": "2"}
+        env[f"GIT_CONFIG_VALUE_{number}"] = f"https://{account}/"
+        env["GIT_CONFIG_COUNT"] = str(number + 1)
     git("init", "--quiet", "--initial-branch", "main", cwd=copy, env=env)
     commit(copy, env)
     return copy, env
@@ -104,12 +114,82 @@ def test_next_steps_on_windows(
 ) -> None:
     """There git makes a file of the link to the library, and there is no bash."""
     _, env = repository
-    env = {**env, "GIT_CONFIG_KEY_2": "core.symlinks", "GIT_CONFIG_VALUE_2": "false"}
-    env |= {"GIT_CONFIG_COUNT": "3", "PYTHONPATH": str(ROOT / "tests/windows")}
+    env = {**env, "GIT_CONFIG_KEY_3": "core.symlinks", "GIT_CONFIG_VALUE_3": "false"}
+    env |= {"GIT_CONFIG_COUNT": "4", "PYTHONPATH": str(ROOT / "tests/windows")}
     project = cookiecutter("gh:org/ddp-template", cwd=tmp_path, env=env)
     assert not (project / "ddpkit").exists()
-    assert "@ git+https://" in (project / "requirements.txt").read_text()
+    assert "@ git+https://" in requirements(project)
     assert capfd.readouterr().out.endswith("  python -m ddpkit launch main.py\n")
+
+
+def test_a_fork(repository: Repository, tmp_path: Path) -> None:
+    """Its projects require its ddpkit, and link to its own pages."""
+    project = cookiecutter("gh:my-lab/ddp-template", cwd=tmp_path, env=repository[1])
+    fork = "my-lab.github.io/ddp-template/"
+    for name in "README.md", "AGENTS.md", "EDITS.md":
+        text = (project / name).read_text()
+        assert fork in text, name
+        assert "org.github.io" not in text, name
+        assert "github.com/org" not in text, name
+    assert f"git+{ADDRESS}".replace("/org/", "/my-lab/") in requirements(project)
+    cruft("check", cwd=project, env=repository[1])
+
+
+def test_a_release(repository: Repository, tmp_path: Path) -> None:
+    """`--checkout v3.0.0` has what that tag has; package, changelog and main.py agree on it.
+
+    Once ddpkit is in the package index, a project requires releases of it.
+    """
+    origin, env = repository
+    tag = f"v{__version__}"
+    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    (needs,) = re.findall(
+        'needs="(.+?)"', (ROOT / TEMPLATE_FOLDER / "main.py").read_text()
+    )
+    assert f"{__version__}.".startswith(f"{needs.split('.')[0]}.")
+    numbers = [tuple(map(int, each.split("."))) for each in (needs, __version__)]
+    assert numbers[0] <= numbers[1]
+    git("tag", tag, cwd=origin, env=env)
+    tagged = git("rev-parse", tag, cwd=origin, env=env).strip()
+    hook = origin / "hooks/post_gen_project.py"
+    text = hook.read_text()
+    assert text.count('\nRELEASES = ""\n') == 1
+    hook.write_text(text.replace('RELEASES = ""', 'RELEASES = ">=3,<4"'))
+    commit(origin, env)
+    project = cookiecutter(ADDRESS, "--checkout", tag, cwd=tmp_path, env=env)
+    assert f"ddpkit[classification] @ git+{ADDRESS}" in requirements(project)
+    assert f"@{tagged}\n" in requirements(project)
+    shutil.rmtree(project)
+    cookiecutter(ADDRESS, cwd=tmp_path, env=env)
+    assert "\nddpkit[classification]>=3,<4\n" in requirements(project)
+    assert not (project / "ddpkit").exists()
+
+
+def test_the_release_workflow(repository: Repository, tmp_path: Path) -> None:
+    """Its step makes the release of a new version, with the part of the changelog, once."""
+    origin, env = repository
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    (step,) = [each for each in workflow["jobs"]["release"]["steps"] if "id" in each]
+    gh = tmp_path / "bin" / "gh"
+    gh.parent.mkdir()
+    gh.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$RUNNER_TEMP/words"\n')
+    gh.chmod(0o755)
+    env = {**env, "PATH": f"{gh.parent}:{env['PATH']}", "RUNNER_TEMP": str(tmp_path)}
+    env |= {"GITHUB_SHA": "abc", "GITHUB_OUTPUT": str(tmp_path / "output")}
+    command = ["bash", "-euo", "pipefail", "-c", step["run"]]
+    tag = f"v{__version__}"
+    subprocess.run(command, cwd=origin, env=env, check=True)
+    words = (tmp_path / "words").read_text().splitlines()
+    assert words[:5] == ["release", "create", tag, "--target", "abc"]
+    notes = (tmp_path / "notes.md").read_text()
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert notes in changelog
+    assert changelog.split("\n## ")[1] == f"{__version__}\n{notes}".rstrip("\n") + "\n"
+    assert (tmp_path / "output").read_text() == f"tag={tag}\n"
+    (tmp_path / "words").unlink()
+    git("tag", tag, cwd=origin, env=env)
+    subprocess.run(command, cwd=origin, env=env, check=True)
+    assert not (tmp_path / "words").exists()
 
 
 def test_update(repository: Repository, tmp_path: Path) -> None:
@@ -131,6 +211,43 @@ def test_update(repository: Repository, tmp_path: Path) -> None:
     assert not (project / "tasks").exists()
     assert cruft_file(project)["commit"] == newest
     cruft("check", cwd=project, env=env)
+
+
+def copier(*words: object, cwd: Path, env: Env) -> str:
+    """Run it, and return what it and the hook have printed."""
+    command = [sys.executable, "-m", "copier", *words, "--defaults", "--trust"]
+    options = {"check": True, "capture_output": True, "text": True}
+    return subprocess.run(command, cwd=cwd, env=env, **options).stdout
+
+
+def test_copier(repository: Repository, tmp_path: Path) -> None:
+    """It generates what cookiecutter does, and updates it, with an owner's edits."""
+    origin, env = repository
+    git("tag", "v1.0.0", cwd=origin, env=env)
+    fork = "my-lab/ddp-template"
+    project = cookiecutter(f"gh:{fork}", "task=segmentation", cwd=tmp_path, env=env)
+    same = tmp_path / "by_copier" / project.name
+    words = ["copy", "--data", "task=segmentation", f"gh:{fork}", same]
+    assert "  cd my_ddp_project\n  uv sync\n" in copier(*words, cwd=tmp_path, env=env)
+    compared = filecmp.dircmp(project, same)
+    assert compared.left_only == [".cruft.json"]
+    assert compared.right_only == [".copier-answers.yml"]
+    folders = [compared]
+    while folders:
+        folder = folders.pop()
+        folders += folder.subdirs.values()
+        assert not folder.diff_files
+        assert folder is compared or not folder.left_only + folder.right_only
+    edit(same, env, main=MINE)
+    with open(origin / TEMPLATE_FOLDER / "main.py", "a") as file:
+        file.write("# newer\n")
+    commit(origin, env)
+    git("tag", "v1.1.0", cwd=origin, env=env)
+    assert "Next:" not in copier("update", cwd=same, env=env)
+    text = (same / "main.py").read_text()
+    assert "# mine\n" in text
+    assert text.endswith("# newer\n")
+    git("diff", "--check", cwd=same, env=env)
 
 
 def test_cruft_file(repository: Repository, tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ def launch(ranks: int, *flags: object) -> str:
     done = subprocess.run(
         words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds
     )
+    # Stop, of a rank that this test has started, is meant for the session.
+    if is_debugged() and done.returncode in (-9, 130):
+        pytest.exit("stopped in the debugger")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

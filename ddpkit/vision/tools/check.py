@@ -6,8 +6,8 @@ dataset.py makes of it, with the flags of main.py that follow DIR, such as --aug
 
 The exit status is 1 if there are errors: files that cannot be read, images without masks and masks
 without images, sizes that differ, values that are no class, images that need another value_range in
-data.json, or that are in two of train, val and test; not for warnings: images that come twice in a
-part, or that EXIF turns beside their masks.
+data.json, or that are in two of train, val and test, as groups may be, or have two labels; not for
+warnings: images that come twice in a part, or that EXIF turns beside their masks.
 Whatever else training refuses is told in one line, with status 2.
 """
 
@@ -40,7 +40,7 @@ from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
 from ddpkit.ranks.cpus import cpus
 from ddpkit.run.flags import Parser
-from ddpkit.vision import folders
+from ddpkit.vision import folders, lists
 from ddpkit.vision.masks import (
     VOID,
     Labels,
@@ -132,7 +132,10 @@ class Survey:
         self.meant: Meant = {}
         self.mixed: list[str] = []  # masks that mean something else
         self.turned: list[str] = []
-        self.first: dict[str, tuple[str, str]] = {}  # part and path, by digest
+        # of masks with values 1 to N their N; 0 of others
+        self.largest: set[int] = set()
+        # part, path and labels by digest
+        self.first: dict[str, tuple[str, str, dict[int, int]]] = {}
 
     def find_samples(self) -> dict[str, list]:
         """Return the samples of each part; note what is wrong with folders and lists."""
@@ -150,6 +153,8 @@ class Survey:
                     samples["test"] = find(self.root, "test", note=noted.append)[1]
         except UserError as error:  # training does without
             self.warnings.append(f"the test set is not read: {error.line}")
+        others = [*val, *samples.get("test", ())]
+        self.errors += folders.find_leaks(self.root, train, others)
         # of training twice
         self.left_over = list(dict.fromkeys(error.line for error in noted))
         return samples
@@ -199,14 +204,20 @@ class Survey:
             self.moments += facts.moments
         if facts.is_turned:
             self.turned.append(path)
+        values = facts.counts.keys() - {0, VOID}
+        if values:
+            self.largest.add(max(values) if len(values) == max(values) else 0)
         try:
             add_meanings(self.meant, facts.meant)
         except UserError as error:
             self.mixed.append(error.line)
-        other, copy = self.first.setdefault(facts.digest, (part, path))
+        own = (part, path, facts.counts)
+        other, copy, labels = self.first.setdefault(facts.digest, own)
         # in two parts it makes the metrics too good, in one only counts twice
         if other != part:
             self.errors.append(f"{path}: the same image is in {other}, {copy}")
+        elif copy != path and labels != facts.counts and not self.has_masks:
+            self.errors.append(f"{path}: the same image as {copy}, with another label")
         elif copy != path:
             self.warnings.append(f"{path}: the same image as {copy}")
 
@@ -222,8 +233,17 @@ class Survey:
         if fault:
             self.errors.append(f"{self.root}: {fault}")
             return
+        if 0 not in self.largest and len(self.largest) > 2:
+            self.warnings.append(
+                f"{self.root}: each mask has all values from 1 to its largest, as if they numbered "
+                "objects; segmentation needs numbers of classes"
+            )
         known = {*range(len(self.classes)), VOID}
         for part, images in self.images.items():
+            if images.keys() == {VOID}:
+                # training does without a test set
+                noted = self.warnings if part == "test" else self.errors
+                noted.append(f"{self.root}: the masks of {part} are void everywhere")
             unknown = [str(value) for value in sorted(images.keys() - known)]
             if unknown:
                 of = "validation" if part == "val" else part
@@ -386,28 +406,22 @@ def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
             tables[path] = keep_rows(path, columns[0], {pair[0] for pair in kept})
         else:
             rows = [as_row(pair, root, has_masks) for pair in kept]
-            tables[root / f"{part}.csv"] = [columns, *rows]
+            tables[root / f"{part}.csv"] = [[*columns, "group"][: len(rows[0])], *rows]
     return tables
 
 
 def keep_rows(path: Path, column: str, used: set[str]) -> list[list[str]]:
     """Return the first row of a list, and those of the images `used`, with all their columns."""
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        header, *rows = csv.reader(file)
-    at = [name.strip() for name in header].index(column)
-    kept = [header]
-    for row in rows:
-        name = "".join(row[at : at + 1]).strip()  # a row may be short
-        if os.path.join(path.parent, name) in used:
-            kept.append(row)
-    return kept
+    rows = [row for _, row in lists.read_rows(path)]
+    kept = [row for row in rows if os.path.join(path.parent, row[column]) in used]
+    return [list(rows[0]), *(list(row.values()) for row in kept)]
 
 
-def as_row(pair: tuple[str, str], root: Path, has_masks: bool) -> list[str]:
+def as_row(pair: Sequence[str], root: Path, has_masks: bool) -> list[str]:
     """Return paths below `root`, or a label; a UserError if a list would be read otherwise."""
-    path, label = pair
+    path, label, *group = pair
     several = folders.SEPARATOR in label and not has_masks
-    row = [os.path.relpath(path, root), label]
+    row = [os.path.relpath(path, root), label, *group]
     if has_masks:
         row[1] = os.path.relpath(label, root)
     for value in row:

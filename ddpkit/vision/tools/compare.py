@@ -1,7 +1,8 @@
 """Compare runs, best first: python -m ddpkit compare runs/*
 
 Prints of each --output-dir the best value of the metric that chooses best.pt and its epoch, how
-many epochs are done, how long they have trained, and the flags that differ between the runs.
+many epochs are done, how long they have trained, and the flags, and the global batch, if they
+differ between the runs.
 """
 
 import datetime
@@ -13,8 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ddpkit.errors import UserError, escape, print_line, reason_of
+from ddpkit import files
+from ddpkit.errors import UserError, escape, print_line
 from ddpkit.run.flags import OF_A_START, Parser
 from ddpkit.vision import rows
 from ddpkit.vision.rows import Row
@@ -22,23 +25,15 @@ from ddpkit.vision.rows import Row
 # flags that do not matter, and what data and network say
 LEFT_OUT = (*OF_A_START, "output_dir", "several_labels", "crop")
 NONE = "-"
-# what reading a run's files may raise
-DAMAGED = (
-    OSError,
-    ValueError,
-    RecursionError,
-    AttributeError,
-    KeyError,
-    TypeError,
-)
+BATCH = "global batch"
 
 
 @dataclass
 class Compared:
-    """A run: its flags, its rows of metrics.csv, and the metric that says which epoch is best."""
+    """A run: its flags and global batch, its rows of metrics.csv, and the metric of its best."""
 
     folder: Path
-    flags: Mapping[str, object]
+    flags: Mapping[str, Any]
     rows: Sequence[Row]
     metric: str
     direction: str
@@ -61,8 +56,8 @@ class Compared:
         seconds = [rows.number_in(row, "train_seconds") for row in self.rows]
         known = sum(value for value in seconds if math.isfinite(value))
         epochs = str(self.rows[-1]["epoch"] if self.rows else 0)
-        if "epochs" in self.flags:
-            epochs += f"/{self.flags['epochs']}"
+        if "--epochs" in self.flags:
+            epochs += f"/{self.flags['--epochs']}"
         best = NONE
         if self.top:
             best = f"{self.metric} {rows.as_digits(self.score)}"
@@ -87,21 +82,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         for each in [folder] if is_run(folder) else runs_in(folder):
             try:
                 runs.append(read_run(each))
-            except DAMAGED as error:
-                reason = f"cannot be read: {reason_of(error)}"
-                print_line(f"{escape(each)}: left out ({reason})", sys.stdout)
+            except UserError as error:
+                print_line(f"{escape(each)}: left out ({error.line})", sys.stdout)
     if not runs:
         raise UserError(f"no run in {given[0]}: name the --output-dir of some")
     runs.sort(key=lambda run: run.order)
     names = differing([run.flags for run in runs])
     columns = ["run", "best", "epoch", "done", "trained"]
-    columns += [f"--{name.replace('_', '-')}" for name in names]
+    columns += names
     cells = []
     for run in runs:
         values = [as_cell(run.flags.get(name)) for name in names]
         cells.append(run.cells() + values)
     for line in rows.table_lines(columns, cells):
         print_line(line, sys.stdout)
+    sizes = sorted({run.flags[BATCH] for run in runs if run.flags[BATCH]})
+    if len(sizes) > 1:
+        print_line(
+            f"{BATCH}: {' and '.join(map(str, sizes))}, so that steps are not alike; compare runs "
+            "of one --batch-size x ranks x --accumulate, or of an --lr that is scaled with it",
+            sys.stdout,
+        )
 
 
 def is_run(folder: Path) -> bool:
@@ -118,10 +119,19 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def read_run(folder: Path) -> Compared:
-    """Return a run, which may be at work; raise one of DAMAGED if its files are damaged."""
-    facts = json.loads((folder / "args.json").read_bytes())
-    metric, direction = facts.get("best") or ("", "")  # until it is worked out
-    flags = dict(facts["flags"])
+    """Return a run, which may be at work; raise a UserError if its files are damaged."""
+
+    def take_facts(content: bytes) -> tuple[dict[str, Any], str, str]:
+        facts = json.loads(content)
+        metric, direction = facts.get("best") or ("", "")  # until it is worked out
+        flags: dict[str, Any] = {BATCH: facts.get("global_batch")}
+        for name, value in facts["flags"].items():
+            if name not in LEFT_OUT:
+                flags[f"--{name.replace('_', '-')}"] = value
+        return flags, str(metric), str(direction)
+
+    found = files.parse(folder / "args.json", take_facts, "run", most=files.OF_NOTES)
+    flags, metric, direction = found
     return Compared(folder, flags, rows.recorded_rows(folder), metric, direction)
 
 
@@ -130,7 +140,7 @@ def differing(flags: Sequence[Mapping[str, object]]) -> list[str]:
     names = []
     for name in dict.fromkeys(name for each in flags for name in each):
         values = {json.dumps(each.get(name), sort_keys=True) for each in flags}
-        if len(values) > 1 and name not in LEFT_OUT:
+        if len(values) > 1:
             names.append(name)
     return names
 

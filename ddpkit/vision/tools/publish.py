@@ -13,7 +13,7 @@ import json
 import math
 import re
 import shlex
-import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for needed in map(path.with_name, NEEDED):
         if not needed.is_file():
             raise UserError(f"{needed}: no such file; name a checkpoint of a run")
-    copied = ["metrics.csv"]
-    for name in SHOWN:  # if they are there; worst.csv has paths of this machine
-        if path.with_name(name).is_file() and name != "worst.csv":
-            copied.append(name)
+    read_own(path, 0)
+    contents = {}
+    # worst.csv has paths of this machine
+    for name in {*NEEDED, *SHOWN} - {"worst.csv"}:
+        if path.with_name(name).is_file():
+            contents[name] = read_own(path.with_name(name))
     if given.output.resolve() == path.parent.resolve():
         raise UserError(
             f"--output {given.output} is the run's own folder: name another one"
@@ -82,22 +84,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("args", "resumed_from"):
         if name in state:
             state[name] = without_paths(state[name])
-    about = without_paths(json.loads(files.read_file(path.with_name("args.json"))))
+    about = without_paths(files.parse(path.with_name("args.json"), to_dict, "JSON"))
     title = given.repo or process.project().name
     # before anything is written, because it may find a fault
-    card = make_card(path, state, about, title, given.license, copied)
+    card = make_card(path, state, about, title, given.license, contents)
+    contents["args.json"] = json.dumps(about, indent=2).encode()
+    contents["README.md"] = card.encode()
     with files.writing(given.output / path.name, parents=True) as tmp_path:
         checkpoint.write_file(tmp_path, state)
-    for name in copied:
+    for name, content in contents.items():
         with files.writing(given.output / name) as tmp_path:
-            shutil.copyfile(path.with_name(name), tmp_path)
-    files.save_text(given.output / "args.json", json.dumps(about, indent=2) + "\n")
-    files.save_text(given.output / "README.md", card)
-    names = [path.name, "args.json", "README.md", *copied]
+            tmp_path.write_bytes(content)
+    names = [path.name, *sorted(contents)]
     print(f"written to {given.output}: {', '.join(names)}")
     if given.repo:
         url = push(given.output, names, given.repo, given.private)
         print(f"published: {url}")
+
+
+def read_own(path: Path, most: int = -1) -> bytes:
+    """Return the first bytes of a run's file; a UserError if others may have put it there."""
+    try:
+        with files.open_file(path, sys.maxsize, is_own=True) as file:
+            return file.read(most)
+    except OSError as error:
+        raise UserError(
+            f"{path}: not published ({error.strerror}): others may have put it there; look at "
+            "it, then replace it by a copy"
+        ) from None
+
+
+def to_dict(content: bytes) -> dict[str, object]:
+    return dict(json.loads(content))
 
 
 def without_paths(value: object) -> Any:
@@ -119,16 +137,18 @@ def make_card(
     about: Mapping[str, object],
     title: str,
     license: str,
-    names: Sequence[str],
+    contents: Mapping[str, bytes],
 ) -> str:
-    """Return the model card of the checkpoint at `path`. names: the files to show, beside it."""
+    """Return the model card of the checkpoint at `path`. contents: of files beside it, by name."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     used = state["args"]
-    data = escape(Path(used.get("data") or "demo").name).replace("`", "'")
+    data = Path(str(used.get("data") or "demo")).name
     kind = "segmentation" if process.own("model").STRIDE else "classification"
     task = f"image-{kind}"
     rows = recorded_rows(path.parent)
+    if not rows:
+        raise UserError(f"{path.parent}: no epoch in metrics.csv; train first")
     last = rows[-1]
     # of the checkpoint's epoch; a run that goes on may have written more since
     own = next((row for row in rows if row["epoch"] == state["epoch"]), last)
@@ -143,8 +163,8 @@ def make_card(
         if not math.isnan(value):  # else not measured in that epoch
             results.append(EvalResult(task, data, data, name, value))
     tables = to_markdown(scores)
-    if "per_class.csv" in names:
-        text = files.read_file(path.with_name("per_class.csv")).decode(errors="replace")
+    if "per_class.csv" in contents:
+        text = contents["per_class.csv"].decode(errors="replace")
         classes = csv.reader(io.StringIO(text, newline=""))
         tables += "\n\n" + to_markdown(list(classes))
     facts = ModelCardData(
@@ -156,14 +176,19 @@ def make_card(
         eval_results=results,
     )
     command = escape(f"./launch.sh {shlex.join(used_flags(used))}")
-    images = "\n".join(f"![{name}]({name})" for name in names if name.endswith(".png"))
+    pictures = [name for name in sorted(contents) if name.endswith(".png")]
+    images = "\n".join(f"![{name}]({name})" for name in pictures)
+    arch, ranks, device, where = [
+        as_text(each)
+        for each in (used.get("arch"), about.get("ranks"), about.get("device"), data)
+    ]
     card = ModelCard(f"""---
 {facts}
 ---
 # {title}
 
-`{used.get("arch")}` for {task} with {len(state["classes"])} classes, trained on `{data}` by
-{about["ranks"]} rank(s) on {about["device"]} with
+{arch} for {task} with {len(state["classes"])} classes, trained on {where} by
+{ranks} rank(s) on {device} with
 
     {command}
 
@@ -205,10 +230,14 @@ def to_markdown(table: Sequence[Sequence[str]]) -> str:
     """Return a table; what its cells say is text, not markup."""
     lines = []
     for row in table:
-        cells = [MARKUP.sub(r"\\\g<0>", escape(cell)) for cell in row]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(map(as_text, row))} |")
     lines.insert(1, "| --- " * len(table[0]) + "|")
     return "\n".join(lines)
+
+
+def as_text(value: object) -> str:
+    """Return what Markdown shows as `value`, in one line."""
+    return MARKUP.sub(r"\\\g<0>", escape(value))
 
 
 def push(folder: Path, names: Sequence[str], repo: str, is_private: bool) -> str:

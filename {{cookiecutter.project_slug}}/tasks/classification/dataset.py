@@ -18,7 +18,7 @@ import ddpkit
 # its own.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-draw_demo = ddpkit.demo_classes  # without --data
+draw_demo = ddpkit.demo_set  # without --data
 AUGMENTATIONS = {  # the names that --augment takes; add yours
     "trivial": v2.TrivialAugmentWide(interpolation=Mode.BILINEAR),  # arXiv:2103.10158
     "rand": v2.RandAugment(interpolation=Mode.BILINEAR),  # arXiv:1909.13719

@@ -35,13 +35,13 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group.add_argument("--eval-only", nargs="?", const="val", choices=("val", "test"), help="evaluate best.pt, or --resume PATH, and print a table; test: on DIR/test or DIR/test.csv")
     group.add_argument("--json", action="store_true", help="with --eval-only: print one line of JSON in place of the table")
     group.add_argument("--arch", default="resnet18", metavar="NAME", help="any classifier of torchvision, or timm/NAME of timm")
-    group.add_argument("--weights", default="auto", metavar="auto|none|NAME|FILE", help="start from published weights (by their name) or a .pt file; auto: the best, if they can be downloaded")
+    group.add_argument("--weights", default="auto", metavar="auto|none|NAME|FILE", help="start from published weights (by their name) or a file; auto: the best, if they can be downloaded")
     group.add_argument("--image-size", type=positive, default=224, metavar="PIXELS", help="side of the training images")
     group.add_argument("--epochs", type=positive, default=30, help="passes over the training set")
-    group.add_argument("--batch-size", type=positive, default=32, help="images per rank and forward pass")
+    group.add_argument("--batch-size", type=positive, default=32, help="images per rank and forward pass; on half as many GPUs double it, or --accumulate")
     group.add_argument("--accumulate", type=positive, default=1, help="forward passes per optimizer step")
     group.add_argument("--virtual-ranks", type=count, default=0, metavar="N", help="train as N ranks would, to the bit, on however many there are; 0: as many as there are")
-    group.add_argument("--lr", type=rate, help="peak learning rate (default: 0.1 for sgd, else 0.001)")
+    group.add_argument("--lr", type=rate, help="peak learning rate (default: 0.1 for sgd, else 0.001); if a step has k times the images: x k for sgd, x sqrt(k) for others")
     group.add_argument("--workers", type=count, help="loader processes per rank (default: CPUs / ranks, at most 16)")
     group.add_argument("--amp", choices=("auto", "off", "bf16", "fp16"), default="auto", help="mixed precision; auto: bf16 or fp16 on GPUs, off on CPUs")
     group.add_argument("--compile", action="store_true", help="torch.compile: minutes at the start, faster steps afterwards")
@@ -78,7 +78,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group = parser.add_argument_group("ranks")
     group.add_argument("--local-rank", "--local_rank", type=count, default=os.environ.get("LOCAL_RANK", "0"), metavar="NUMBER", help="number of this process on its node, and of its GPU; the launcher sets it")
     group.add_argument("--dist-timeout", type=positive, default=600, metavar="SECONDS", help="how long a rank waits for the others; a week while debugging")
-    group.add_argument("--debug", "--debug-rank", nargs="?", type=ddpkit.Parser.ranks, const="all", metavar="R[,R...][:PORT]", help="ranks that await a debugger, or all of them, R at port 5678 + R")
+    group.add_argument("--debug", "--debug-rank", nargs="?", type=ddpkit.Parser.ranks, const="all", metavar="R[,R...][:PORT]", help="ranks that await a debugger, or all of them, at port 5678 + the first")
     parser.set_defaults(several_labels=False, crop=0.875)  # of the data and of the network
 
     # The same flags, read by ddpkit: @FILE, ~, and a mistake in one line with the nearest name.

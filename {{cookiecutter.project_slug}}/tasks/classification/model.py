@@ -107,7 +107,9 @@ def build_criterion(
     targets: int64 (N,), or float32 (N, classes), shares of the classes, as mixup makes them.
     Class weights are known as the `weight` of a module of torch; in a function each label counts 1.
     """
-    class_weights = ddpkit.class_weights(args.class_weights, train_set, classes)
+    class_weights = ddpkit.class_weights(
+        args.class_weights, train_set, classes, args.several_labels
+    )
     if args.several_labels:
         return ddpkit.BinaryCrossEntropy(class_weights, args.label_smoothing)
     return nn.CrossEntropyLoss(

@@ -1,5 +1,6 @@
 """The data set: images and their masks, and the augmentation. README.md describes folders."""
 
+import functools
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ VOID = 255  # the class number that loss and metrics ignore
 # them normalised by these, unless DIR/data.json has its own.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-draw_demo = ddpkit.demo_masks  # without --data
+draw_demo = functools.partial(ddpkit.demo_set, masks=True)  # without --data
 AUGMENTATIONS = {  # the names that --augment takes; add yours, if it takes masks, too
     "color": v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
     "grey": v2.RandomGrayscale(p=0.1),
@@ -53,7 +54,9 @@ def val_transform(
     image: ddpkit.LazyImage, mask: ddpkit.LazyImage
 ) -> tuple[Tensor, Tensor]:
     """Return image and mask at their own size, padded to multiples of STRIDE."""
-    return pad(image.read(), 0), pad(mask.read(), VOID)
+    pixels = pad(image.read(), 0)
+    labels = pad(mask.read(), VOID)
+    return pixels, labels
 
 
 def pad(pixels: Tensor, fill: int) -> Tensor:
@@ -99,7 +102,8 @@ def transform_batch(
 ) -> tuple[Tensor, Tensor]:
     """Augment a training batch on its device, where images are float32 and normalised."""
     if args.cutmix:
-        x1, y1, x2, y2 = v2.CutMix(alpha=args.cutmix).make_params([images])["box"]
+        cutmix = v2.CutMix(alpha=args.cutmix)
+        x1, y1, x2, y2 = cutmix.make_params([images])["box"]
         for part in images, targets:
             box = part[..., y1:y2, x1:x2]
             box.copy_(box.roll(1, 0))  # that of the image before it in the batch
@@ -113,4 +117,5 @@ def draw_example(
 
     image: uint8 (3, H, W). target: uint8 (H, W). logits: float (classes, H, W).
     """
-    ddpkit.draw_masks(axes, image, logits.argmax(0).byte(), target, classes)
+    predicted = logits.argmax(0).byte()
+    ddpkit.draw_masks(axes, image, predicted, target, classes)

@@ -80,7 +80,8 @@ class Loss(nn.Module):
     def focal(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Lin et al. 2017, arXiv:1708.02002, with softmax and gamma 2."""
         probability = (-cross_entropy(outputs, targets)).exp()  # of the true class
-        return (1 - probability) ** 2 * self.cross_entropy(outputs, targets)
+        weights = (1 - probability) ** 2
+        return weights * self.cross_entropy(outputs, targets)
 
 
 def dice(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -93,20 +94,21 @@ def dice(outputs: Tensor, targets: Tensor) -> Tensor:
     shares = outputs.softmax(1).flatten(2) * is_labelled
     total = shares.sum(2) + truth.sum(2)
     overlap = (shares * truth).sum(2)
-    losses = 1 - 2 * overlap / total.clamp(min=1e-7)
-    return mean_over_present(losses, truth)
+    coefficients = 2 * overlap / total.clamp(min=1e-7)
+    return mean_over_present(1 - coefficients, truth)
 
 
 def lovasz(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return (N,), the Lovász-Softmax loss of each image: Berman et al. 2018, arXiv:1705.08790."""
     if len(outputs) > 1:  # in turn, for want of memory
-        pairs = zip(outputs.split(1), targets.split(1), strict=True)
-        return torch.cat([lovasz(output, target) for output, target in pairs])
+        each = map(lovasz, outputs.split(1), targets.split(1))
+        return torch.cat(list(each))
     truth = one_hot(outputs, targets)
     shares = outputs.softmax(1).flatten(2)
     is_labelled = (targets != VOID).flatten(1)[:, None]
     # void comes last and adds nothing
-    errors = (truth.float() - shares).abs() * is_labelled
+    errors = (truth.float() - shares).abs()
+    errors = errors * is_labelled
     order = errors.argsort(stable=True, dim=2, descending=True)
     is_true = truth.gather(2, order)
     size = truth.sum(2, keepdim=True)
@@ -114,19 +116,23 @@ def lovasz(outputs: Tensor, targets: Tensor) -> Tensor:
     union = size + (~is_true).cumsum(2)
     # By how much each pixel raises the Jaccard loss, missed / union; exact, unlike
     # differences.
-    of_false = missed / (union * (union - 1)).clamp(min=1)
+    before = union * (union - 1)
+    of_false = missed / before.clamp(min=1)
     slopes = of_false.where(~is_true, 1 / union)
     slopes = torch.zeros_like(slopes).scatter(2, order, slopes)
-    return mean_over_present((errors * slopes).sum(2), truth)
+    losses = (errors * slopes).sum(2)
+    return mean_over_present(losses, truth)
 
 
 def one_hot(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return bool (N, classes, H * W); void pixels are of no class."""
     classes = torch.arange(outputs.shape[1], device=outputs.device)
-    return (targets[:, None] == classes[:, None, None]).flatten(2)
+    is_true = targets[:, None] == classes[:, None, None]
+    return is_true.flatten(2)
 
 
 def mean_over_present(losses: Tensor, truth: Tensor) -> Tensor:
     """Return (N,), the means of `losses` (N, classes) over the classes that an image has, or 0."""
     is_present = truth.any(2)
-    return (losses * is_present).sum(1) / is_present.sum(1).clamp(min=1)
+    count = is_present.sum(1).clamp(min=1)
+    return (losses * is_present).sum(1) / count

@@ -119,5 +119,5 @@ def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:
     # These count once for all three. Left to itself torchmetrics takes any two metrics for
     # one if their first batch has the same counts.
     shared = ["iou", "matrix", "miou"]  # a wrapper has to come first
-    groups = [shared] + [[name] for name in metrics if name not in shared]
-    return MetricCollection(metrics, compute_groups=groups)
+    others = [[name] for name in metrics if name not in shared]
+    return MetricCollection(metrics, compute_groups=[shared, *others])

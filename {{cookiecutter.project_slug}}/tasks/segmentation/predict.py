@@ -42,23 +42,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.checkpoint, given.inputs, build_model, parse_args, given.output
     )
     args = job.args  # with which the network was trained
-    args.tile = args.tile if given.tile is None else given.tile
+    if given.tile is not None:
+        args.tile = given.tile
     args.tta |= given.tta
 
     @torch.inference_mode()
     def predict(part: Tensor) -> Tensor:
-        return infer(job.model, job.normalize(part), args)
+        images = job.normalize(part)
+        logits = infer(job.model, images, args)
+        # of each tile: logits of a whole image may need more memory than there is
+        return logits.argmax(1, keepdim=True)
 
     with job.masks(given.output) as write:
         for path, image in job.images():
-            padded = pad(image, 0)
-            mask = torch.empty(padded.shape[1:], dtype=torch.uint8)
-            # Band by band: logits of the whole image may need more memory than there
-            # is.
-            for rows, logits in ddpkit.sliding_window_rows(
-                predict, padded, args.tile, STRIDE
-            ):
-                mask[rows] = logits.argmax(0)
+            padded = pad(image, 0)[None]
+            masks = ddpkit.sliding_window(predict, padded, args.tile, STRIDE)
+            mask = masks[0, 0].byte().cpu()
             write(path, image, mask)
 
 

@@ -1,0 +1,75 @@
+"""Tables of samples: the rows of a CSV file, the column of their parts, the labels in a cell."""
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from ddpkit import files
+from ddpkit.errors import UserError
+from ddpkit.vision import places
+
+# in small letters
+PART_COLUMNS = {"split", "subset", "set", "part", "partition", "data set"}
+Row = dict[str, str]
+Rows = Iterator[tuple[int, Row]]  # with the numbers of their lines
+
+
+def read_rows(path: Path) -> Rows:
+    """Yield the rows of a CSV file; a UserError if one has more cells than there are columns."""
+    return parse_rows(files.read_text(path), path)
+
+
+def parse_rows(text: str, path: Path | None = None) -> Rows:
+    """Yield the rows of a CSV text that are not empty, without blanks around names and cells.
+
+    path: of the file, for errors; without it the text may be any, and none is raised.
+    """
+    first = text.partition("\n")[0]
+    # a cell of runs or labels has blanks within
+    separator = max(",;\t", key=first.count)
+    csv.field_size_limit(2**31 - 1)  # runs of a large mask are one cell
+    lines = io.StringIO(text, newline="")
+    table = csv.DictReader(lines, delimiter=separator, restval="")
+    names = [name.strip() for name in table.fieldnames or ()]
+    table.fieldnames = names
+    twice = [name for name in names if name and names.count(name) > 1]
+    if path and twice:
+        raise UserError(f"{path}: column {twice[0]} is twice; rename one of them")
+    for cells in table:
+        beyond = cells.pop(None, [])
+        if path and any(beyond):
+            raise UserError(
+                f"{path}, line {table.line_num}: more cells than the first line has columns; put "
+                "quotes around a cell with the separator in it"
+            )
+        row = {name: cell.strip() for name, cell in cells.items()}
+        if any(row.values()):
+            yield table.line_num, row
+
+
+def part_column(rows: Iterable[Mapping[str, object]]) -> str:
+    """Return the column in which rows name train, val or test; "" if there is none."""
+    for row in rows:
+        for column, cell in row.items():
+            if column.lower() in PART_COLUMNS and places.is_part(str(cell)):
+                return column
+    return ""
+
+
+def stated_part(row: Mapping[str, object], column: str, where: object) -> str:
+    """Return the part that a row names in `column`; "" without a column, an error if it is none."""
+    part = places.part_in_name(str(row.get(column)))
+    if column and not part:
+        raise UserError(
+            f"{where}: {column} is {row.get(column)}, which is none of {', '.join(places.PARTS)}; "
+            "correct it, or remove the column"
+        )
+    return part
+
+
+def labels_in(cell: str, separators: str) -> list[str]:
+    """Return the labels in a cell, between any of the letters `separators`."""
+    labels = re.split(f"[{separators}]", cell) if separators else [cell]
+    return [label.strip() for label in labels if label.strip()]
