@@ -41,6 +41,7 @@ SHARED = {
     "launch.sh",
     "main.py",
     "recipe.py",
+    "recipes/imagenet.py",
     "recipes/sweep.py",
     "slurm/train.sbatch",
     "tests/test_project.py",
@@ -54,6 +55,7 @@ OF_THE_TASK = {
         "recipes/digits.txt",
         "recipes/elpv.py",
         "recipes/elpv.txt",
+        "recipes/elpv_imagenet.txt",
     },
     "segmentation": OF_BOTH
     | {"losses.py", "recipes/cracks_unet.txt", "recipes/crackforest.txt"},
