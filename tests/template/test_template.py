@@ -55,7 +55,6 @@ OF_THE_TASK = {
         "recipes/digits.txt",
         "recipes/elpv.py",
         "recipes/elpv.txt",
-        "recipes/elpv_imagenet.txt",
     },
     "segmentation": OF_BOTH
     | {"losses.py", "recipes/cracks_unet.txt", "recipes/crackforest.txt"},

@@ -88,8 +88,9 @@ def build_datasets(
     """
     with ddpkit.rank_zero_first():  # the other ranks find it drawn
         data = args.data or draw_demo()
-    part = args.eval_only or "val"
-    train, val, classes = ddpkit.find_masks(data, args.fold, part, MEAN, STD)
+    train, val, classes = ddpkit.find_masks(
+        data, args.fold, args.eval_only or "val", MEAN, STD
+    )
     augment = ddpkit.parse_augment(AUGMENTATIONS, args.augment, train.format.channels)
     transform = train_transform(args.image_size, augment, args.hflip)
     train_set = SegmentationDataset(train, transform)
