@@ -72,8 +72,7 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     if args.optimizer == "sgd":
         # With any but its fused form GradScaler reads the device at each step. On CPUs
         # that form takes twice the time.
-        is_on_cpu = next(model.parameters()).device.type == "cpu"
-        fused = None if is_on_cpu else True
+        fused = None if next(model.parameters()).device.type == "cpu" else True
         return torch.optim.SGD(groups, lr, momentum=0.9, fused=fused)
     import timm.optim  # takes half a second
 
@@ -87,8 +86,9 @@ def check_optimizer(name: str) -> None:
     import timm.optim
 
     # Without those that need other packages, second derivatives, or all memory.
-    others = ["bnb*", "fused*", "adahessian", "kron*"]
-    known = timm.optim.list_optimizers(exclude_filters=others)
+    known = timm.optim.list_optimizers(
+        exclude_filters=["bnb*", "fused*", "adahessian", "kron*"]
+    )
     if name not in known:
         near = difflib.get_close_matches(
             name.lower(), {"adamw", "sgd", *map(str, known)}
