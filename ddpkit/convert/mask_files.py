@@ -137,10 +137,11 @@ def same_size(mask: np.ndarray, size: Size | None, path: Path) -> np.ndarray:
 def read_inside(path: Path, size: Size | None = None) -> np.ndarray:
     """Return bool (H, W): what is not black in a mask of one class, or opaque in a clear one."""
     image = images.read_stored(str(path))
-    shown = image.convert("L")
-    if "A" in image.getbands() and image.getchannel("A").getextrema()[0] < 255:
-        shown = image.getchannel("A")
-    values = np.array(shown)
+    values = np.array(image.convert("L"))
+    if "A" in image.getbands():
+        alpha = np.array(image.getchannel("A"))
+        if alpha.min() < 255:
+            values = alpha
     # the edges of a JPEG, or smoothed ones
     is_lossy = image.format in masks.LOSSY
     threshold = 127 if is_lossy or values.max(initial=0) > 127 else 0

@@ -12,14 +12,15 @@ says: the objects do, whose outlines are much longer if they are read the other 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ddpkit.convert.labels import LabelledSet, ObjectClasses, Size
-from ddpkit.convert.objects import Entries, MarkedImage, draw_objects, not_there
+from ddpkit.convert.objects import MarkedImage, draw_objects, not_there
 from ddpkit.convert.result import size_of
-from ddpkit.convert.shapes import Area, Shape, Shapes, fill_pairs
+from ddpkit.convert.shapes import Area, Shape, fill_pairs
 from ddpkit.convert.tree import Tree
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import lists
@@ -39,9 +40,16 @@ IMAGE_COLUMNS = (
 CLASS_COLUMNS = ("classid", "class_id", "class", "label", "category")
 BOTH = "imageid_classid"  # as x.jpg_3
 NO_RUNS = ("", "-1", "nan")  # an image without objects
-Row = tuple[str, str, int]  # class, runs, number of the row
 LOOKED_AT = 20  # images, to find out which way runs go
 CLEAR = 1.1  # times as long outlines are if runs are read the other way
+
+
+class Row(NamedTuple):
+    """An object. where: file and row, for messages."""
+
+    label: str
+    runs: str
+    where: str
 
 
 def columns_of(tree: Tree, name: str) -> tuple[str, str, str] | None:
@@ -79,8 +87,8 @@ def read_runs(
     tree: Tree, names: Sequence[str], by_columns: bool | None = None
 ) -> LabelledSet:
     """Return the set; by_columns: which way runs go, None to find it out."""
-    # by file, image and part that is stated: class and runs of its objects, with their rows
-    objects: dict[tuple[str, str, str], list[Row]] = {}
+    # by file, image and part that is stated
+    rows_of: dict[tuple[str, str, str], list[Row]] = {}
     used = set()
     notes = []
     for name in names:
@@ -91,77 +99,77 @@ def read_runs(
         split = lists.part_column(rows)
         notes += not_read(name, rows, (runs, images, class_column, split))
         for number, row in enumerate(rows, 2):
+            where = f"{tree.path(name)}, row {number}"
             image = row.get(images, "")
             label = row.get(class_column, "") if class_column else ""
             if images.lower() == BOTH:
                 image, _, label = image.rpartition("_")
-            stated = lists.stated_part(row, split, f"{tree.path(name)}, row {number}")
-            own = objects.setdefault((name, image, stated), [])
+            stated = lists.stated_part(row, split, where)
+            own = rows_of.setdefault((name, image, stated), [])
             if row.get(runs, "").lower() not in NO_RUNS:
-                own.append((label or "object", row[runs], number))
-                used.add(label)
+                own.append(Row(label or "object", row[runs], where))
+                used.add(label or "object")
     in_order = sorted(used, key=lambda text: (len(text), text))  # 2 before 10
-    classes = ObjectClasses(text or "object" for text in in_order)
-    entries = list(marked_images(tree, objects, classes))
-    marked = [each for each in entries if isinstance(each, MarkedImage)]
-    if marked and by_columns is None:
-        # of single runs alone nothing tells, so they go as most do
-        runs_of = [row[1] for own in objects.values() for row in own]
-        by_columns = all(text.count(" ") < 2 for text in runs_of) or go_down(marked)
+    classes = ObjectClasses(in_order)
+    found: list[tuple[Path, str, str, list[Row]]] = []
+    left_out = []
+    for (name, given, stated), own in rows_of.items():
+        path, part = tree.find_sample(given, name, stated)
+        if path:
+            found.append((path, part, f"{tree.path(name)}, {given}", own))
+        else:
+            left_out.append(not_there(name, given))
+    if by_columns is None:
+        by_columns = go_down([(path, own) for path, _, _, own in found])
         if not by_columns:
             notes.append("runs go along the rows: outlines are shorter so")
-    for each in marked:
-        each.shapes = partial(each.shapes, by_columns=by_columns)
-    labelled = draw_objects(tree, classes, [iter(entries)])
+    marked = []
+    for path, part, where, own in found:
+        shapes = partial(run_shapes, own, classes, by_columns)
+        marked.append(MarkedImage(path, part, where, shapes))
+    labelled = draw_objects(tree, classes, [iter(left_out), iter(marked)])
     labelled.notes = notes
     return labelled
 
 
-def marked_images(
-    tree: Tree, objects: dict[tuple[str, str, str], list[Row]], classes: ObjectClasses
-) -> Entries:
-    """Yield the images; of each `shapes` still needs to know which way runs go."""
-    for (name, image, stated), own in objects.items():
-        path, part = tree.find_sample(image, name, stated)
-        if path is None:
-            yield not_there(name, image)
-            continue
-        shapes = partial(run_shapes, own, str(tree.path(name)), classes)
-        yield MarkedImage(path, part, f"{tree.path(name)}, {image}", shapes)
-
-
-def go_down(marked: Sequence[MarkedImage]) -> bool:
+def go_down(marked: Sequence[tuple[Path, Sequence[Row]]]) -> bool:
     """Return whether runs go down the columns: whether outlines are shorter so, in some images.
 
-    Raises a UserError if they are of about one length, as in square images always.
+    marked: images, and their rows. Raises a UserError if outlines are of about one length, as in
+    square images always. Of single runs alone nothing tells, so they go as most do.
     """
-    down = along = 0
-    for each in marked[:: 1 + len(marked) // LOOKED_AT]:
+    several = [row for _, rows in marked for row in rows if row.runs.count(" ") > 1]
+    if not several:
+        return True
+    down = 0
+    along = 0
+    for path, rows in marked[:: 1 + len(marked) // LOOKED_AT]:
         with contextlib.suppress(OSError, ValueError):  # it is left out later
-            size = size_of(each.image)
-            down += outline_of(each.shapes(size, by_columns=True))
-            along += outline_of(each.shapes(size, by_columns=False))
+            size = size_of(path)
+            if size:
+                down += outlines_of(rows, size, by_columns=True)
+                along += outlines_of(rows, size, by_columns=False)
     if max(down, along) > CLEAR * min(down, along):
         return down < along
     raise UserError(
-        f"{marked[0].where}: it is not clear whether runs (RLE) go down the columns or along the "
+        f"{several[0].where}: it is not clear whether runs (RLE) go down the columns or along the "
         "rows; add --format rle-csv-columns or --format rle-csv-rows, and look at check.png"
     )
 
 
-def outline_of(shapes: Shapes) -> int:
+def outlines_of(rows: Sequence[Row], size: Size, by_columns: bool) -> int:
     """Return at how many places a pixel inside an object is next to one outside."""
     total = 0
-    for shape in shapes:
-        inside = shape.cover.inside
-        total += np.diff(inside, axis=0).sum() + np.diff(inside, axis=1).sum()
+    for row in rows:
+        inside = fill_pairs(row.runs, size, row.where, by_columns)
+        total += int(np.diff(inside, axis=0).sum() + np.diff(inside, axis=1).sum())
     return total
 
 
 def run_shapes(
-    rows: Sequence[Row], file: str, classes: ObjectClasses, size: Size, by_columns: bool
+    rows: Sequence[Row], classes: ObjectClasses, by_columns: bool, size: Size
 ) -> Iterator[Shape]:
-    for label, runs, number in rows:
-        where = f"{file}, row {number}"
-        inside = fill_pairs(runs, size, where, by_columns)
-        yield Shape(classes.number(label, where), where, Area(0, 0, inside))
+    for row in rows:
+        inside = fill_pairs(row.runs, size, row.where, by_columns)
+        number = classes.number(row.label, row.where)
+        yield Shape(number, row.where, Area(0, 0, inside))
