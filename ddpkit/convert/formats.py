@@ -41,7 +41,7 @@ class LabelFormat:
 
 
 NO_RUNS = (
-    f"no CSV file in it has a column of images and one of {', '.join(runs.RUN_COLUMNS)}"
+    f"no CSV file in it has runs in a column named one of {', '.join(runs.RUN_COLUMNS)}"
 )
 NO_COCO = f"no JSON file in it has {', '.join(coco.NEEDED)}"
 NO_LISTS = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from ddpkit.convert import runs
 from ddpkit.convert.labels import LabelledSet, Sample
 from ddpkit.convert.objects import not_there
-from ddpkit.convert.tree import Json, Tree
+from ddpkit.convert.tree import Json, Rows, Tree
 from ddpkit.errors import UserError
 from ddpkit.vision import lists
 from ddpkit.vision.names import refuse_alike
@@ -39,10 +39,8 @@ METADATA = ("metadata.csv", "metadata.jsonl")
 # columns of captions or of objects
 NO_LABELS = {"text", "caption", "captions", "prompt", "description", "objects"}
 BOX_COLUMNS = {"bbox", "xmin", "x_min", "xmax", "x_max", "x1", "x2", "bbox_x"}
-NUMBERS = re.compile(r"\d+( +\d+)+")
 BOX = re.compile(r"\S+( +-?[\d.]+){4}( .*)?")
 YES_NO = {"0", "1", "0.0", "1.0"}
-Rows = Sequence[tuple[int, dict[str, Json]]]  # with the numbers of their lines
 
 
 def find_several(tree: Tree) -> list[str]:
@@ -65,7 +63,7 @@ def find_lists(tree: Tree) -> list[str]:
     names = []
     for name in lists_of_images(tree):
         with contextlib.suppress(UserError):
-            choose_columns(tree, name, list(enumerate(tree.rough_rows(name), 2)))
+            choose_columns(tree, name, list(tree.rough_rows(name)))
             names.append(name)
     return names
 
@@ -77,9 +75,9 @@ def lists_of_images(tree: Tree) -> list[str]:
     for name in tree.with_ending(".csv"):
         if "submission" in name.lower() or name in several:
             continue
-        if runs.columns_of(tree, name):
+        if runs.run_column(tree, name):
             continue
-        cells = (cell for row in tree.rough_rows(name) for cell in row.values())
+        cells = (cell for _, row in tree.rough_rows(name) for cell in row.values())
         if any(map(tree.named_as, cells)):
             names.append(name)
     return names
@@ -114,10 +112,10 @@ def choose_columns(tree: Tree, name: str, rows: Rows) -> tuple[str, str, list[st
     Those of labels are one, or several with 0 or 1 in each row. A UserError if that is not clear.
     """
     path = tree.path(name)
-    cells = [row for _, row in rows]
-    image = tree.image_column(path, cells) or next(iter(cells[0]))
-    part = lists.part_column(cells)
-    others = [each for each in cells[0] if each and each not in (image, part, "group")]
+    image = tree.image_column(path, rows)
+    part = lists.part_column(rows)
+    first = rows[0][1]
+    others = [each for each in first if each and each not in (image, part, "group")]
     boxes = [each for each in others if each.lower() in BOX_COLUMNS]
     if boxes:
         raise UserError(
@@ -134,7 +132,7 @@ def choose_columns(tree: Tree, name: str, rows: Rows) -> tuple[str, str, list[st
     if not columns:
         raise UserError(f"{path}: no column beside {image}; add one named label")
     if len(columns) == 1:
-        seen = explain_cells(columns[0], [row.get(columns[0]) for row in cells])
+        seen = explain_cells(columns[0], [row.get(columns[0]) for _, row in rows])
         if seen:
             raise UserError(f"{path}: its column {columns[0]} {seen}")
         return image, part, columns
@@ -154,7 +152,7 @@ def explain_cells(column: str, cells: Sequence[Json]) -> str:
     if column.lower() in NO_LABELS or any(isinstance(cell, dict) for cell in cells):
         return "has texts or objects, no labels of images; name the column of the labels label"
     labels = [label for cell in cells for label in labels_in(cell)]
-    numbers = list(filter(NUMBERS.fullmatch, labels))
+    numbers = list(filter(runs.RUNS.fullmatch, labels))
     if 2 * len(numbers) > len(labels):
         if any(len(text.split()) % 2 for text in labels):
             return "has several numbers in a cell; if they are labels, write ; between them"
@@ -183,13 +181,11 @@ def labels_in_row(row: dict[str, Json], columns: Sequence[str]) -> list[str]:
     return labels_in(row.get(columns[0]))
 
 
-def blanks_in(
-    name: str, rows: Sequence[dict[str, Json]], columns: Sequence[str]
-) -> list[str]:
+def blanks_in(name: str, rows: Rows, columns: Sequence[str]) -> list[str]:
     """Return a line if a column for several labels may have blanks between them, or none."""
     if len(columns) > 1 or columns[0].lower() not in ("labels", "tags"):
         return []
-    for row in rows:
+    for _, row in rows:
         for label in labels_in_row(row, columns):
             if " " in label:
                 return [
@@ -205,11 +201,10 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
     for name in names:
         rows = list(records(tree, name))
         image, part_column, columns = choose_columns(tree, name, rows)
-        cells = [row for _, row in rows]
         labelled.notes += runs.not_read(
-            name, cells, (image, part_column, "group", *columns)
+            name, rows, (image, part_column, "group", *columns)
         )
-        labelled.notes += blanks_in(name, cells, columns)
+        labelled.notes += blanks_in(name, rows, columns)
         for number, row in rows:
             where = f"{tree.path(name)}, line {number}"
             given = str(row.get(image) or "")

@@ -10,10 +10,11 @@ says: the objects do, whose outlines are much longer if they are read the other 
 """
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,25 +22,16 @@ from ddpkit.convert.labels import LabelledSet, ObjectClasses, Size
 from ddpkit.convert.objects import MarkedImage, draw_objects, not_there
 from ddpkit.convert.result import size_of
 from ddpkit.convert.shapes import Area, Shape, fill_pairs
-from ddpkit.convert.tree import Tree
+from ddpkit.convert.tree import Rows, Tree
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import lists
 
-# Columns, in small letters: of runs, of names of images, of classes.
+# Columns, in small letters: of runs, of classes.
 RUN_COLUMNS = ("encodedpixels", "rle", "rle_mask", "rles", "annotation", "segmentation")
-IMAGE_COLUMNS = (
-    "imageid",
-    "image_id",
-    "id",
-    "img",
-    "image",
-    "image_name",
-    "filename",
-    "file",
-)
 CLASS_COLUMNS = ("classid", "class_id", "class", "label", "category")
 BOTH = "imageid_classid"  # as x.jpg_3
 NO_RUNS = ("", "-1", "nan")  # an image without objects
+RUNS = re.compile(r"\d+( +\d+)+")
 LOOKED_AT = 20  # images, to find out which way runs go
 CLEAR = 1.1  # times as long outlines are if runs are read the other way
 
@@ -52,25 +44,19 @@ class Row(NamedTuple):
     where: str
 
 
-def columns_of(tree: Tree, name: str) -> tuple[str, str, str] | None:
-    """Return the columns of runs, of images and of classes ("" if there is none), or None."""
-    row = tree.first_row(name)
-    known = {column.lower(): column for column in row}
-
-    def first(names: tuple[str, ...]) -> str:
-        return next((known[each] for each in names if each in known), "")
-
-    images = first((*IMAGE_COLUMNS, BOTH))
-    runs = first(RUN_COLUMNS)
-    return (runs, images, first(CLASS_COLUMNS)) if runs and images else None
+def run_column(tree: Tree, name: str) -> str:
+    """Return the column of a CSV file that has such a name, and runs; "" if there is none."""
+    for _, row in tree.rough_rows(name):
+        for column, cell in row.items():
+            if column.lower() in RUN_COLUMNS and RUNS.match(cell):
+                return column
+    return ""
 
 
-def not_read(
-    name: str, rows: Sequence[dict[str, Any]], read: Iterable[str]
-) -> list[str]:
+def not_read(name: str, rows: Rows, read: Iterable[str]) -> list[str]:
     """Return a line that names the columns besides those that are read, or none."""
-    others = [column for column in (rows[0] if rows else ()) if column]
-    others = [column for column in others if column not in read]
+    there = rows[0][1] if rows else ()
+    others = [column for column in there if column and column not in read]
     return [f"{name}: columns that are not read: {shorten(others)}"] if others else []
 
 
@@ -79,7 +65,7 @@ def find_runs(tree: Tree) -> list[str]:
     return [
         name
         for name in tree.with_ending(".csv")
-        if "submission" not in name.lower() and columns_of(tree, name)
+        if "submission" not in name.lower() and run_column(tree, name)
     ]
 
 
@@ -92,21 +78,23 @@ def read_runs(
     used = set()
     notes = []
     for name in names:
-        runs, images, class_column = columns_of(tree, name) or ("", "", "")
-        rows = list(tree.rows(name))
-        if images.lower() != BOTH:
-            images = tree.image_column(tree.path(name), rows) or images
+        path = tree.path(name)
+        rows = list(lists.read_rows(path))
+        runs = run_column(tree, name)
+        known = {column.lower(): column for column in rows[0][1]}
+        images = known.get(BOTH) or tree.image_column(path, rows)
+        class_column = next((known[x] for x in CLASS_COLUMNS if x in known), "")
         split = lists.part_column(rows)
         notes += not_read(name, rows, (runs, images, class_column, split))
-        for number, row in enumerate(rows, 2):
-            where = f"{tree.path(name)}, row {number}"
-            image = row.get(images, "")
-            label = row.get(class_column, "") if class_column else ""
+        for number, row in rows:
+            where = f"{path}, row {number}"
+            image = row[images]
+            label = row[class_column] if class_column else ""
             if images.lower() == BOTH:
                 image, _, label = image.rpartition("_")
             stated = lists.stated_part(row, split, where)
             own = rows_of.setdefault((name, image, stated), [])
-            if row.get(runs, "").lower() not in NO_RUNS:
+            if row[runs].lower() not in NO_RUNS:
                 own.append(Row(label or "object", row[runs], where))
                 used.add(label or "object")
     in_order = sorted(used, key=lambda text: (len(text), text))  # 2 before 10
@@ -114,9 +102,9 @@ def read_runs(
     found: list[tuple[Path, str, str, list[Row]]] = []
     left_out = []
     for (name, given, stated), own in rows_of.items():
-        path, part = tree.find_sample(given, name, stated)
-        if path:
-            found.append((path, part, f"{tree.path(name)}, {given}", own))
+        image_path, part = tree.find_sample(given, name, stated)
+        if image_path:
+            found.append((image_path, part, f"{tree.path(name)}, {given}", own))
         else:
             left_out.append(not_there(name, given))
     if by_columns is None:
