@@ -34,8 +34,6 @@ ARRAYS = {".npy", ".mat"}
 JPEGS = {".jpg", ".jpeg"}
 # of which a .mat file with several arrays has the mask in the first one there is
 MASK_FIELDS = ("seg", "mask", "label", "gt", "truth")
-GREY = (64, 192)  # between them a pixel is neither black nor white
-MOST_GREY = 0.05  # of the pixels, as JPEG leaves at edges
 
 
 def find_arrays(tree: Tree) -> list[str]:
@@ -209,12 +207,4 @@ def read_jpeg_masks(tree: Tree, folders: Sequence[tuple[str, str]]) -> LabelledS
 
 
 def draw_two_tones(path: Path, size: Size | None) -> np.ndarray:
-    values = np.array(images.read_stored(str(path)).convert("L"))
-    low, high = GREY
-    share = ((values > low) & (values < high)).mean()
-    if share > MOST_GREY:
-        raise UserError(
-            f"{path}: {share:.0%} of the pixels are neither black nor white, so that JPEG has "
-            "mixed up its classes; get the masks as PNG"
-        )
     return read_inside(path, size).astype(np.uint8)

@@ -175,25 +175,6 @@ def labels_in(cell: Json) -> list[str]:
     return lists.labels_in("" if cell is None else str(cell), ";|")
 
 
-def labels_in_row(row: dict[str, Json], columns: Sequence[str]) -> list[str]:
-    if len(columns) > 1:
-        return [column for column in columns if float(row[column])]
-    return labels_in(row.get(columns[0]))
-
-
-def blanks_in(name: str, rows: Rows, columns: Sequence[str]) -> list[str]:
-    """Return a line if a column for several labels may have blanks between them, or none."""
-    if len(columns) > 1 or columns[0].lower() not in ("labels", "tags"):
-        return []
-    for _, row in rows:
-        for label in labels_in_row(row, columns):
-            if " " in label:
-                return [
-                    f'{name}: "{label}" is one class; if these are several labels, write ; between'
-                ]
-    return []
-
-
 def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
     labelled = LabelledSet([])
     of_image: dict[Path, tuple[str, ...]] = {}
@@ -204,7 +185,6 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
         labelled.notes += runs.not_read(
             name, rows, (image, part_column, "group", *columns)
         )
-        labelled.notes += blanks_in(name, rows, columns)
         for number, row in rows:
             where = f"{tree.path(name)}, line {number}"
             given = str(row.get(image) or "")
@@ -215,7 +195,10 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
             if path is None:
                 labelled.skipped.add(not_there(name, given))
                 continue
-            labels = tuple(sorted(set(labels_in_row(row, columns))))
+            own = labels_in(row.get(columns[0]))
+            if len(columns) > 1:
+                own = [column for column in columns if float(row[column])]
+            labels = tuple(sorted(set(own)))
             if of_image.setdefault(path, labels) != labels:
                 raise UserError(
                     f"{where}: {given} comes twice, with other labels; remove one row, or write "
@@ -224,6 +207,11 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
             classes.update(labels)
             group = str(row.get("group") or "")
             labelled.samples.append(Sample(path, part, labels=labels, group=group))
+        blank = [label for label in sorted(classes) if " " in label]
+        if blank and columns[0].lower() in ("labels", "tags"):
+            labelled.notes.append(
+                f'{name}: "{blank[0]}" is one class; if these are several labels, write ; between'
+            )
     refuse_alike(sorted(classes), tree.root)
     tree.count_unnamed(labelled)
     labelled.several = any(len(sample.labels) > 1 for sample in labelled.samples)

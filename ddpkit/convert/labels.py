@@ -1,7 +1,7 @@
 """What a labelled set has: classes, samples, and what of it is left out."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -147,9 +147,3 @@ def clean_name(name: object) -> str:
     if plain_name(text) == BACKGROUND:
         return BACKGROUND
     return text or "unnamed"
-
-
-def unused_classes(names: Sequence[str], used: Iterable[int]) -> list[str]:
-    """Return the classes that are in no mask."""
-    there = set(used)
-    return [name for number, name in enumerate(names) if number not in there]

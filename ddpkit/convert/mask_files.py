@@ -42,6 +42,8 @@ CITYSCAPES = """
     28 bus 0 60 100, 31 train 0 80 100, 32 motorcycle 0 0 230, 33 bicycle 119 11 32"""
 CITY_CLASSES = re.findall(r"(\d+) ([a-z ]+) (\d+) (\d+) (\d+)", CITYSCAPES)
 CITY_IDS = 35  # in labelIds
+GREY = (64, 192)  # between them a pixel is neither black nor white
+MOST_GREY = 0.05  # of the pixels, as JPEG leaves at edges
 CITY_MASK = re.compile(r"(.*)_gt(?:Fine|Coarse)_(labelIds|labelTrainIds)\.png")
 
 
@@ -142,8 +144,14 @@ def read_inside(path: Path, size: Size | None = None) -> np.ndarray:
         alpha = np.array(image.getchannel("A"))
         if alpha.min() < 255:
             values = alpha
-    # the edges of a JPEG, or smoothed ones
     is_lossy = image.format in masks.LOSSY
+    share = ((values > GREY[0]) & (values < GREY[1])).mean()
+    if is_lossy and share > MOST_GREY:
+        raise UserError(
+            f"{path}: {share:.0%} of the pixels are neither black nor white, so that JPEG has "
+            "mixed up its classes; get the masks as PNG"
+        )
+    # the edges of a JPEG, or smoothed ones
     threshold = 127 if is_lossy or values.max(initial=0) > 127 else 0
     return same_size(values > threshold, size, path)
 
