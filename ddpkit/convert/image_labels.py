@@ -168,11 +168,12 @@ def explain_cells(column: str, cells: Sequence[Json]) -> str:
     return ""
 
 
-def labels_in(cell: Json) -> list[str]:
-    """Return the labels in a cell of CSV, or in a value of JSON."""
-    if isinstance(cell, list):
-        return list(map(str, cell))
-    return lists.labels_in("" if cell is None else str(cell), ";|")
+def labels_in(cell: Json, separators: str = ";|") -> list[str]:
+    """Return the labels in a cell of CSV, or, without separators, in a value of JSON."""
+    if isinstance(cell, str) and separators:
+        return lists.labels_in(cell, separators)
+    own = cell if isinstance(cell, list) else [cell]
+    return [str(label) for label in own if label not in ("", None)]
 
 
 def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
@@ -185,6 +186,7 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
         labelled.notes += runs.not_read(
             name, rows, (image, part_column, "group", *columns)
         )
+        separators = "" if name.endswith(".jsonl") else ";|"
         for number, row in rows:
             where = f"{tree.path(name)}, line {number}"
             given = str(row.get(image) or "")
@@ -195,7 +197,7 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
             if path is None:
                 labelled.skipped.add(not_there(name, given))
                 continue
-            own = labels_in(row.get(columns[0]))
+            own = labels_in(row.get(columns[0]), separators)
             if len(columns) > 1:
                 own = [column for column in columns if float(row[column])]
             labels = tuple(sorted(set(own)))

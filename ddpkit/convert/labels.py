@@ -110,7 +110,7 @@ class ObjectClasses:
             if given != name and text != BACKGROUND:
                 raise UserError(
                     f"classes {given} and {name} would both be {text}, as classes.txt has no = "
-                    "and #; rename one of them"
+                    "and no # in front of a word; rename one of them"
                 )
             if plain_name(text) in VOID_NAMES:
                 self.number_of[text] = VOID
@@ -142,8 +142,8 @@ def plain_name(name: str) -> str:
 
 
 def clean_name(name: object) -> str:
-    """Return a name as a line of classes.txt can have it: without = and #, and not empty."""
-    text = re.sub(r"[=#\s]+", " ", seen(str(name))).strip()
+    """Return a name as a line of classes.txt can have it: without = and comments, not empty."""
+    text = seen(re.sub(r"=|(?<![^\s=])#+", " ", str(name)))
     if plain_name(text) == BACKGROUND:
         return BACKGROUND
     return text or "unnamed"

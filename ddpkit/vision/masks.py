@@ -22,6 +22,7 @@ from ddpkit.data.format import DEFAULT_FORMAT, VOID, Format
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import images
 from ddpkit.vision.images import LazyMask
+from ddpkit.vision.names import refuse_alike
 
 # by what a mask shows: what it means, and in which file
 Meant = dict[str, tuple[str, str]]
@@ -168,6 +169,7 @@ def parse(
         else:  # one class may have several values
             keys[key] = number_of.setdefault(name, len(number_of))
     names = list(number_of)
+    refuse_alike(names, path)
     if not 2 <= len(names) <= VOID:
         raise UserError(
             f"{path}: {len(names)} classes; needs 2 to {VOID}, one per line"
