@@ -152,8 +152,8 @@ LIKELY = [
         "jpeg-masks",
         "images, and masks of JPEG in black and white",
         "no masks of JPEG beside images in it",
-        arrays.find_jpeg_masks,
-        arrays.read_jpeg_masks,
+        mask_files.find_jpeg_masks,
+        mask_files.read_class_masks,
     ),
     LabelFormat(
         "arrays",

@@ -42,6 +42,7 @@ CITYSCAPES = """
     28 bus 0 60 100, 31 train 0 80 100, 32 motorcycle 0 0 230, 33 bicycle 119 11 32"""
 CITY_CLASSES = re.findall(r"(\d+) ([a-z ]+) (\d+) (\d+) (\d+)", CITYSCAPES)
 CITY_IDS = 35  # in labelIds
+JPEGS = {".jpg", ".jpeg"}
 GREY = (64, 192)  # between them a pixel is neither black nor white
 MOST_GREY = 0.05  # of the pixels, as JPEG leaves at edges
 CITY_MASK = re.compile(r"(.*)_gt(?:Fine|Coarse)_(labelIds|labelTrainIds)\.png")
@@ -92,9 +93,9 @@ def read_pairs(
         lines, where = listed_classes(tree, folder)
         labels = masks.parse(lines or lines_for(tree, folder), where)
         labelled.names = list(dict.fromkeys([*labelled.names, *labels]))
-        rgb = [] if labels.colors is None else labels.colors.tolist()
-        for name, (red, green, blue) in zip(labels, rgb, strict=False):
-            color_of.setdefault(name, (red, green, blue))
+        if labels.colors is not None:
+            rgb = map(tuple, labels.colors.tolist())
+            color_of = dict(zip(labels, rgb, strict=True)) | color_of
         # by class number in the folder; what is void stays so
         numbers = np.full(256, masks.VOID, np.uint8)
         numbers[: len(labels)] = [labelled.names.index(name) for name in labels]
@@ -187,8 +188,9 @@ def match_masks(
     image_of, mask_of: files by their names, as `tree.keyed` makes them, which may differ by a rule.
     """
     mask_with, _ = pairing.match_names(image_of, mask_of)
+    used = {*mask_with.values()}
     for name, mask in mask_of.items():
-        if name not in mask_with.values():
+        if name not in used:
             yield LeftOut("masks without an image", mask)
     for name, image in image_of.items():
         if name in mask_with:
@@ -244,13 +246,12 @@ def voc_lines(tree: Tree, parent: str) -> Sequence[str]:
     ]
 
 
-def voc_color(number: int) -> tuple[int, int, int]:
+def voc_color(number: int) -> list[int]:
     """Return VOC's colour of a class: its bits go to red, green and blue in turn, highest first."""
     channels = [0, 0, 0]
     for bit in range(8):
         channels[bit % 3] |= (number >> bit & 1) << (7 - bit // 3)
-    red, green, blue = channels
-    return red, green, blue
+    return channels
 
 
 def voc_mask_folder(tree: Tree, parent: str) -> str:
@@ -414,12 +415,15 @@ def roboflow_pairs(tree: Tree, folder: str) -> Pairs:
     return match_masks(tree, image_of, tree.keyed(folder, of_masks), part_of(folder))
 
 
-# A folder per class: images/a.jpg, and masks/cat/a.png, masks/dog/a.png in black and white
+# Masks in black and white, which stand for one class. A folder per class: images/a.jpg, and
+# masks/cat/a.png, masks/dog/a.png; or JPEGs, masks/a.jpg, in which compression changes values
+
+Marks = tuple[str, dict[str, str]]  # folders of images, and by class of masks
 
 
-def find_class_masks(tree: Tree) -> list[tuple[str, str, list[str]]]:
-    """Return each folder of images, that of their masks, and the names of the classes in it."""
-    folders = []
+def find_class_masks(tree: Tree) -> list[Marks]:
+    """Return the folders of images, and the folders in that of their masks, which are classes."""
+    folders: list[Marks] = []
     for of_images, of_masks in folders_of_masks(tree):
         keys = [key_of(each, of_masks) for each in tree.in_folder(of_masks)]
         classes = sorted({key.partition("/")[0] for key in keys})
@@ -428,29 +432,36 @@ def find_class_masks(tree: Tree) -> list[tuple[str, str, list[str]]]:
             part_of(each) or join(of_images, each) in tree.folders for each in classes
         )
         if keys and all("/" in key for key in keys) and are_classes:
-            folders.append((of_images, of_masks, classes))
+            of_class = {name: join(of_masks, name) for name in classes}
+            folders.append((of_images, of_class))
     return folders
 
 
-def read_class_masks(
-    tree: Tree, folders: Sequence[tuple[str, str, list[str]]]
-) -> LabelledSet:
-    classes = ObjectClasses(sorted({name for *_, names in folders for name in names}))
-    entries = (read_folder(tree, classes, *each) for each in folders)
+def find_jpeg_masks(tree: Tree) -> list[Marks]:
+    """Return the folders of images, and of masks that are all JPEGs with the name of an image."""
+    folders = []
+    for of_images, folder in folders_of_masks(tree):
+        keys = {key_of(name, of_images) for name in tree.in_folder(of_images)}
+        own = tree.in_folder(folder)
+        named = [name for name in own if key_of(name, folder) in keys]
+        if named and named == tree.in_folder(folder, JPEGS):
+            folders.append((of_images, {"foreground": folder}))
+    return folders
+
+
+def read_class_masks(tree: Tree, folders: Sequence[Marks]) -> LabelledSet:
+    names = {name for _, of_class in folders for name in of_class}
+    classes = ObjectClasses(sorted(names))
+    entries = (read_marks(tree, classes, *each) for each in folders)
     return draw_objects(tree, classes, entries)
 
 
-def read_folder(
-    tree: Tree,
-    classes: ObjectClasses,
-    of_images: str,
-    of_masks: str,
-    names: Sequence[str],
+def read_marks(
+    tree: Tree, classes: ObjectClasses, of_images: str, of_class: dict[str, str]
 ) -> Entries:
     image_of = tree.keyed(of_images, tree.in_folder(of_images))
     masks_of: dict[str, list[tuple[int, Path]]] = {key: [] for key in image_of}
-    for name in names:
-        folder = join(of_masks, name)
+    for name, folder in of_class.items():
         for mask in tree.in_folder(folder):
             key = key_of(mask, folder)
             if key in image_of:

@@ -62,7 +62,7 @@ def write_set(labelled: LabelledSet, out: Path) -> list[str]:
     with files.filling(out) as partial:
         if has_masks:
             counts = write_masks(labelled, named, partial)
-            write_text(partial / "classes.txt", text)
+            files.save_text(partial / "classes.txt", text)
         else:
             counts = write_images(named, partial, by_folder)
     sizes = [f"{count} in {part}" for part, count in counts.items() if count]
@@ -235,7 +235,7 @@ def write_images(
         for name, rows in lists.items():
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows(rows)
-            write_text(folder / f"{name}.csv", text.getvalue())
+            files.save_text(folder / f"{name}.csv", text.getvalue())
     return counts
 
 
@@ -258,10 +258,6 @@ def folder_name(label: str) -> str:
 def has_folder_names(labels: Sequence[str]) -> bool:
     """Return whether each class can have a folder of its own, on any disk."""
     return count_different([folder_name(label) for label in labels]) == len(labels)
-
-
-def write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def classes_text(labelled: LabelledSet) -> str:

@@ -108,7 +108,7 @@ def read_runs(
         else:
             left_out.append(not_there(name, given))
     if by_columns is None:
-        by_columns = go_down([(path, own) for path, _, _, own in found])
+        by_columns = go_down(found)
         if not by_columns:
             notes.append("runs go along the rows: outlines are shorter so")
     marked = []
@@ -120,18 +120,18 @@ def read_runs(
     return labelled
 
 
-def go_down(marked: Sequence[tuple[Path, Sequence[Row]]]) -> bool:
+def go_down(marked: Sequence[tuple[Path, str, str, list[Row]]]) -> bool:
     """Return whether runs go down the columns: whether outlines are shorter so, in some images.
 
-    marked: images, and their rows. Raises a UserError if outlines are of about one length, as in
-    square images always. Of single runs alone nothing tells, so they go as most do.
+    marked: images, parts, places in files, and rows. Raises a UserError if outlines are of about
+    one length, as in square images always. Of single runs alone nothing tells, so they go as most.
     """
-    several = [row for _, rows in marked for row in rows if row.runs.count(" ") > 1]
+    several = [row for *_, rows in marked for row in rows if row.runs.count(" ") > 1]
     if not several:
         return True
     down = 0
     along = 0
-    for path, rows in marked[:: 1 + len(marked) // LOOKED_AT]:
+    for path, *_, rows in marked[:: 1 + len(marked) // LOOKED_AT]:
         with contextlib.suppress(OSError, ValueError):  # it is left out later
             size = size_of(path)
             if size:

@@ -165,26 +165,22 @@ class Tree:
 
         path: of the table. Raises a UserError if two columns name images otherwise.
         """
-        # by column: the image of each row, or ""
+        # by column: the image of each row, or ""; how well these are names
         names_of: dict[str, list[str]] = {}
+        rank_of: dict[str, tuple[bool, int]] = {}
         for column in filter(None, rows[0][1] if rows else ()):
             cells = [slashes(str(row.get(column))) for _, row in rows]
-            names_of[column] = [cell if self.named_as(cell) else "" for cell in cells]
-        # 1.jpg is a name, where 1 may be any number
-        exact = {
-            column: names
-            for column, names in names_of.items()
-            if any(ending_of(name) in ENDINGS for name in names)
-        }
-        names_of = exact or names_of
-        # 0 and 1 are answers, too
-        count_of = {
-            each: len({*names} - {"", "0", "1"}) for each, names in names_of.items()
-        }
-        best = max(count_of, key=count_of.__getitem__, default="")
+            names = [cell if self.named_as(cell) else "" for cell in cells]
+            # 1.jpg is a name, where 1 may be any number; 0 and 1 are answers, too
+            has_endings = any(ending_of(name) in ENDINGS for name in names)
+            names_of[column] = names
+            rank_of[column] = (has_endings, len({*names} - {"", "0", "1"}))
+        best = max(rank_of, key=rank_of.__getitem__, default="")
         for column, names in names_of.items():
-            # some ages are names by chance, too
-            if not exact and 2 * count_of[column] <= count_of[best]:
+            has_endings, count = rank_of[column]
+            # some ages are names by chance
+            is_chance = not has_endings and 2 * count <= rank_of[best][1]
+            if is_chance or has_endings < rank_of[best][0]:
                 continue
             for one, other in zip(names_of[best], names, strict=True):
                 if one and other and not may_be_same(one, other):

@@ -379,7 +379,7 @@ SETS: dict[str, tuple[Callable[[Path], Expected], str, list[str]]] = {
     "rle-csv": (rle_csv, "background 2 10", ["that are not there: gone"]),
     "class-masks": (class_masks, "background cat dog", []),
     "jpeg-masks": (jpeg_masks, "background foreground", []),
-    "arrays": (mat, "ground crack", ["images without a mask: image/none.jpg"]),
+    "arrays": (mat, "ground crack", ["images without labels: image/none.jpg"]),
     "arrays-npy": (npy, "", ["the classes are the values 0, 1, 2"]),
 }
 
