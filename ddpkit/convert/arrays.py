@@ -53,10 +53,10 @@ def read_arrays(tree: Tree, names: Sequence[str]) -> LabelledSet:
             )
         return [f"value {value} = {value}" for value in values]
 
-    def pairs_in(tree: Tree, folder: str) -> Pairs:
-        return array_pairs(tree, in_folder[folder])
-
-    labelled = read_pairs(tree, in_folder, pairs_in, name_values, read_values)
+    pairs = {folder: array_pairs(tree, own) for folder, own in in_folder.items()}
+    labelled = read_pairs(
+        tree, pairs, lambda _, folder: pairs[folder], name_values, read_values
+    )
     tree.count_unnamed(labelled, names)
     if values:
         labelled.notes.append(

@@ -71,11 +71,8 @@ def find_lists(tree: Tree) -> list[str]:
 def lists_of_images(tree: Tree) -> list[str]:
     """Return the CSV files in which a row names an image that is there."""
     names = []
-    several = find_several(tree)
     for name in tree.with_ending(".csv"):
-        if "submission" in name.lower() or name in several:
-            continue
-        if runs.run_column(tree, name):
+        if "submission" in name.lower():
             continue
         cells = (cell for _, row in tree.rough_rows(name) for cell in row.values())
         if any(map(tree.named_as, cells)):
@@ -191,9 +188,7 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
             where = f"{tree.path(name)}, line {number}"
             given = str(row.get(image) or "")
             stated = lists.stated_part(row, part_column, where)
-            path = None
-            if given:
-                path, part = tree.find_sample(given, name, stated)
+            path, part = tree.find_sample(given, name, stated)
             if path is None:
                 labelled.skipped.add(not_there(name, given))
                 continue

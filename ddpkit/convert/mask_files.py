@@ -380,12 +380,11 @@ def find_camvid(tree: Tree) -> list[tuple[str, str]]:
 
 
 def read_camvid(tree: Tree, folders: Sequence[tuple[str, str]]) -> LabelledSet:
-    images_of = {of_masks: of_images for of_images, of_masks in folders}
-
-    def pairs_in(tree: Tree, folder: str) -> Pairs:
-        return match_folders(tree, images_of[folder], folder)
-
-    labelled = read_pairs(tree, images_of, pairs_in, lambda *_: CAMVID_NAMES.split())
+    # by folder of masks
+    pairs = {own: match_folders(tree, other, own) for other, own in folders}
+    labelled = read_pairs(
+        tree, pairs, lambda _, folder: pairs[folder], lambda *_: CAMVID_NAMES.split()
+    )
     if "valid.txt" in tree.files:
         held_out = {stem_of(line) for line in tree.lines("valid.txt")}
         for sample in labelled.samples:
@@ -472,10 +471,8 @@ def read_marks(
     part = part_of(of_images) or "train"
     for key, own in masks_of.items():
         image = tree.path(image_of[key])
-        if own:
+        if own:  # others are counted as those without labels
             yield MarkedImage(image, part, str(image), partial(class_shapes, own))
-        else:
-            yield LeftOut("images without a mask", image_of[key])
 
 
 def class_shapes(own: Sequence[tuple[int, Path]], size: Size) -> Shapes:

@@ -37,7 +37,7 @@ def write_set(labelled: LabelledSet, out: Path) -> list[str]:
     """Write the folder `out`, whole or not at all; return lines about it."""
     lines = []
     parts = {sample.part for sample in labelled.samples}
-    if parts and "train" not in parts and len(parts) == 1:
+    if len(parts) == 1 and "train" not in parts:
         lines.append(f"all images are of {parts.pop()}: they become train")
         for sample in labelled.samples:
             sample.part = "train"

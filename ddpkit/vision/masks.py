@@ -127,13 +127,16 @@ def read_lines(path: Path) -> list[str]:
 def translate_line(line: str) -> str:
     """Return a line of another program's list as classes.txt has it."""
     match = NAME_FIRST.fullmatch(line) or NAME_LAST.fullmatch(line)
-    name = match["name"] if match else line
+    name = usual_name(match["name"] if match else line)
+    return f"{name} = {match['value']}" if match else name
+
+
+def usual_name(name: str) -> str:
+    """Return "void" or "background" for what other programs call so, else the name."""
     plain = name.strip(" _").lower()
     if plain in VOID_NAMES:
-        name = "void"
-    elif plain == "background":
-        name = plain
-    return f"{name} = {match['value']}" if match else name
+        return "void"
+    return plain if plain == "background" else name
 
 
 def parse(
