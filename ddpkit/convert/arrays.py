@@ -1,11 +1,9 @@
-"""Masks as arrays in .npy and .mat files, and masks in black and white that are JPEGs.
+"""Masks as arrays in .npy and .mat files.
 
     images/a.jpg   masks/a.npy      (height, width), whole numbers
     images/a.jpg   masks/a.mat      MATLAB's: the array may lie in structures
-    images/a.jpg   masks/a.jpg      black and white
 
-These are habits, not formats: classes.txt beside them says what values mean. Of JPEGs two classes
-can be told apart, as compression changes values.
+These are habits, not formats: classes.txt beside them says what values mean.
 """
 
 import math
@@ -15,27 +13,20 @@ from pathlib import Path
 import numpy as np
 
 from ddpkit import files
-from ddpkit.convert.labels import LabelledSet, LeftOut, Size, part_of
+from ddpkit.convert.labels import LabelledSet, part_of
 from ddpkit.convert.mask_files import (
     Pair,
     Pairs,
-    add_pairs,
-    folders_of_masks,
-    match_folders,
-    read_inside,
     read_pairs,
 )
-from ddpkit.convert.tree import ENDINGS, Tree, folder_of, key_of, stem_of
+from ddpkit.convert.tree import ENDINGS, Tree, folder_of, stem_of
 from ddpkit.data.format import DEFAULT_FORMAT
 from ddpkit.errors import UserError, reason_of, shorten
 from ddpkit.vision import images, masks
 
 ARRAYS = {".npy", ".mat"}
-JPEGS = {".jpg", ".jpeg"}
 # of which a .mat file with several arrays has the mask in the first one there is
 MASK_FIELDS = ("seg", "mask", "label", "gt", "truth")
-GREY = (64, 192)  # between them a pixel is neither black nor white
-MOST_GREY = 0.05  # of the pixels, as JPEG leaves at edges
 
 
 def find_arrays(tree: Tree) -> list[str]:
@@ -62,10 +53,11 @@ def read_arrays(tree: Tree, names: Sequence[str]) -> LabelledSet:
             )
         return [f"value {value} = {value}" for value in values]
 
-    def pairs_in(tree: Tree, folder: str) -> Pairs:
-        return array_pairs(tree, in_folder[folder])
-
-    labelled = read_pairs(tree, in_folder, pairs_in, name_values, read_values)
+    pairs = {folder: array_pairs(tree, own) for folder, own in in_folder.items()}
+    labelled = read_pairs(
+        tree, pairs, lambda _, folder: pairs[folder], name_values, read_values
+    )
+    tree.count_unnamed(labelled, names)
     if values:
         labelled.notes.append(
             f"the classes are the values {', '.join(map(str, values))}; write lines NAME = VALUE "
@@ -75,17 +67,11 @@ def read_arrays(tree: Tree, names: Sequence[str]) -> LabelledSet:
 
 
 def array_pairs(tree: Tree, names: Sequence[str]) -> Pairs:
-    used = set()
     for name in names:
         image = picture_of(tree, name)
         if image:
-            used.add(image)
             part = part_of(folder_of(name)) or tree.part_of_image(image)
             yield Pair(image, tree.path(name), part)
-    for folder in sorted({image.parent for image in used}):
-        for other in tree.in_folder(tree.below(folder), ENDINGS - ARRAYS):
-            if tree.path(other) not in used:
-                yield LeftOut("images without a mask", other)
 
 
 def picture_of(tree: Tree, name: str) -> Path | None:
@@ -133,17 +119,20 @@ def load_values(path: Path | str) -> np.ndarray:
         raise
     except Exception as error:  # scipy raises many kinds
         raise UserError(f"{path}: cannot be read ({reason_of(error)})") from None
-    grids = [(name, each) for name, each in arrays if is_grid(each)]
-    named = [
-        each for name, each in grids if any(n in name.lower() for n in MASK_FIELDS)
-    ]
-    for values in [*named, *(each for _, each in grids)]:
+    arrays.sort(key=lambda each: not is_of_masks(each[0]))
+    for _, values in arrays:
+        if not is_grid(values):
+            continue
         whole = np.nan_to_num(values.astype(np.float64), nan=masks.VOID)
         if (whole == whole.round()).all():
             return whole.astype(np.int64)
     raise UserError(
         f"{path}: no array of height x width whole numbers in it; save the mask so"
     )
+
+
+def is_of_masks(name: str) -> bool:
+    return any(word in name.lower() for word in MASK_FIELDS)
 
 
 def is_grid(values: np.ndarray) -> bool:
@@ -184,37 +173,3 @@ def arrays_in(content: object, name: str = "") -> Sequence[tuple[str, np.ndarray
     else:
         return []
     return [array for key, each in inner for array in arrays_in(each, key)]
-
-
-# Masks that are JPEGs
-
-
-def find_jpeg_masks(tree: Tree) -> list[tuple[str, str]]:
-    """Return the folders of images, and of masks that are all JPEGs with the name of an image."""
-    folders = []
-    for of_images, folder in folders_of_masks(tree):
-        keys = {key_of(name, of_images) for name in tree.in_folder(of_images)}
-        own = tree.in_folder(folder)
-        named = [name for name in own if key_of(name, folder) in keys]
-        if named and named == tree.in_folder(folder, JPEGS):
-            folders.append((of_images, folder))
-    return folders
-
-
-def read_jpeg_masks(tree: Tree, folders: Sequence[tuple[str, str]]) -> LabelledSet:
-    labelled = LabelledSet([], ["background", "foreground"])
-    for of_images, of_masks in folders:
-        add_pairs(labelled, match_folders(tree, of_images, of_masks), draw_two_tones)
-    return labelled
-
-
-def draw_two_tones(path: Path, size: Size | None) -> np.ndarray:
-    values = np.array(images.read_stored(str(path)).convert("L"))
-    low, high = GREY
-    share = ((values > low) & (values < high)).mean()
-    if share > MOST_GREY:
-        raise UserError(
-            f"{path}: {share:.0%} of the pixels are neither black nor white, so that JPEG has "
-            "mixed up its classes; get the masks as PNG"
-        )
-    return read_inside(path, size).astype(np.uint8)

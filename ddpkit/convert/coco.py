@@ -60,7 +60,6 @@ def read_coco(
 
     None: void; but a UserError asks if a class has nothing else.
     """
-    tree.refuse_broken()
     colors: dict[str, Color | None] = {}
     for name in names:
         # ids may have gaps: their order is that of the classes

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ class LabelFormat:
 
     name: as --format takes it. needs: what a folder has to have, for the message if it has not.
     find: the files or folders that show the format, or nothing. read: these -> their labels.
-    is_hidden: nothing shows it, so that it has to be named.
     """
 
     name: str
@@ -37,42 +36,29 @@ class LabelFormat:
     needs: str
     find: Callable[[Tree], Sequence]
     read: Callable[[Tree, Any], LabelledSet]
-    is_hidden: bool = False
 
 
-NO_RUNS = (
-    f"no CSV file in it has a column of images and one of {', '.join(runs.RUN_COLUMNS)}"
-)
-NO_COCO = f"no JSON file in it has {', '.join(coco.NEEDED)}"
 NO_LISTS = (
     "no CSV file in it names images that are there, and labels; its first line has to name the "
     "columns, such as file and label"
 )
+COCO = LabelFormat(
+    "coco",
+    "COCO JSON",
+    f"no JSON file in it has {', '.join(coco.NEEDED)}",
+    coco.find_coco,
+    coco.read_coco,
+)
+RUNS = LabelFormat(
+    "rle-csv",
+    "Kaggle's runs (RLE)",
+    f"no CSV file in it has runs in a column named one of {', '.join(runs.RUN_COLUMNS)}",
+    runs.find_runs,
+    runs.read_runs,
+)
 # Those that a file of their own shows
 CERTAIN = [
-    LabelFormat(
-        "coco",
-        "COCO JSON",
-        NO_COCO,
-        coco.find_coco,
-        coco.read_coco,
-    ),
-    LabelFormat(
-        "coco-objects",
-        "the same, with crowds as objects",
-        NO_COCO,
-        coco.find_coco,
-        partial(coco.read_coco, are_objects=True),
-        is_hidden=True,
-    ),
-    LabelFormat(
-        "coco-void",
-        "the same, with crowds as void",
-        NO_COCO,
-        coco.find_coco,
-        partial(coco.read_coco, are_objects=False),
-        is_hidden=True,
-    ),
+    COCO,
     LabelFormat(
         "labelme",
         "LabelMe JSON",
@@ -144,29 +130,7 @@ CERTAIN = [
         image_labels.find_several,
         image_labels.read_lists,
     ),
-    LabelFormat(
-        "rle-csv",
-        "Kaggle's runs (RLE)",
-        NO_RUNS,
-        runs.find_runs,
-        runs.read_runs,
-    ),
-    LabelFormat(
-        "rle-csv-rows",
-        "the same, along the rows",
-        NO_RUNS,
-        runs.find_runs,
-        partial(runs.read_runs, by_columns=False),
-        is_hidden=True,
-    ),
-    LabelFormat(
-        "rle-csv-columns",
-        "the same, down the columns",
-        NO_RUNS,
-        runs.find_runs,
-        partial(runs.read_runs, by_columns=True),
-        is_hidden=True,
-    ),
+    RUNS,
     LabelFormat(
         "huggingface",
         "image folder with metadata.csv or .jsonl",
@@ -188,8 +152,8 @@ LIKELY = [
         "jpeg-masks",
         "images, and masks of JPEG in black and white",
         "no masks of JPEG beside images in it",
-        arrays.find_jpeg_masks,
-        arrays.read_jpeg_masks,
+        mask_files.find_jpeg_masks,
+        mask_files.read_class_masks,
     ),
     LabelFormat(
         "arrays",
@@ -206,7 +170,34 @@ LIKELY = [
         image_labels.read_lists,
     ),
 ]
-FORMATS = {format.name: format for format in (*CERTAIN, *LIKELY)}
+# Those that nothing shows, so that they have to be named
+NAMED = [
+    replace(
+        COCO,
+        name="coco-objects",
+        what="COCO JSON, with crowds as objects",
+        read=partial(coco.read_coco, are_objects=True),
+    ),
+    replace(
+        COCO,
+        name="coco-void",
+        what="COCO JSON, with crowds as void",
+        read=partial(coco.read_coco, are_objects=False),
+    ),
+    replace(
+        RUNS,
+        name="rle-csv-rows",
+        what="Kaggle's runs (RLE), along the rows",
+        read=partial(runs.read_runs, by_columns=False),
+    ),
+    replace(
+        RUNS,
+        name="rle-csv-columns",
+        what="Kaggle's runs (RLE), down the columns",
+        read=partial(runs.read_runs, by_columns=True),
+    ),
+]
+FORMATS = {format.name: format for format in (*CERTAIN, *LIKELY, *NAMED)}
 
 
 def find_label_format(tree: Tree) -> LabelFormat:
@@ -237,8 +228,6 @@ def find_label_format(tree: Tree) -> LabelFormat:
 
 
 def is_there(format: LabelFormat, tree: Tree) -> bool:
-    if format.is_hidden:
-        return False
     shown = format.find(tree)
     # of a named file, what lies beside it is not asked for
     return tree.below(tree.named) in shown if tree.named else bool(shown)
@@ -247,8 +236,9 @@ def is_there(format: LabelFormat, tree: Tree) -> bool:
 def read_labels(format: LabelFormat, tree: Tree) -> LabelledSet:
     """Return the labels in a folder; a UserError if it has none of this format."""
     shown = format.find(tree)
-    if not shown:
+    if not shown or ending_of(str(shown[0])) == ".json":
         tree.refuse_broken()
+    if not shown:
         raise UserError(f"{tree.root}: {format.needs}")
     return format.read(tree, shown)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from ddpkit.convert import runs
 from ddpkit.convert.labels import LabelledSet, Sample
 from ddpkit.convert.objects import not_there
-from ddpkit.convert.tree import Json, Tree
+from ddpkit.convert.tree import Json, Rows, Tree
 from ddpkit.errors import UserError
 from ddpkit.vision import lists
 from ddpkit.vision.names import refuse_alike
@@ -39,10 +39,8 @@ METADATA = ("metadata.csv", "metadata.jsonl")
 # columns of captions or of objects
 NO_LABELS = {"text", "caption", "captions", "prompt", "description", "objects"}
 BOX_COLUMNS = {"bbox", "xmin", "x_min", "xmax", "x_max", "x1", "x2", "bbox_x"}
-NUMBERS = re.compile(r"\d+( +\d+)+")
 BOX = re.compile(r"\S+( +-?[\d.]+){4}( .*)?")
 YES_NO = {"0", "1", "0.0", "1.0"}
-Rows = Sequence[tuple[int, dict[str, Json]]]  # with the numbers of their lines
 
 
 def find_several(tree: Tree) -> list[str]:
@@ -65,7 +63,7 @@ def find_lists(tree: Tree) -> list[str]:
     names = []
     for name in lists_of_images(tree):
         with contextlib.suppress(UserError):
-            choose_columns(tree, name, list(enumerate(tree.rough_rows(name), 2)))
+            choose_columns(tree, name, list(tree.rough_rows(name)))
             names.append(name)
     return names
 
@@ -73,13 +71,10 @@ def find_lists(tree: Tree) -> list[str]:
 def lists_of_images(tree: Tree) -> list[str]:
     """Return the CSV files in which a row names an image that is there."""
     names = []
-    several = find_several(tree)
     for name in tree.with_ending(".csv"):
-        if "submission" in name.lower() or name in several:
+        if "submission" in name.lower():
             continue
-        if runs.columns_of(tree, name):
-            continue
-        cells = (cell for row in tree.rough_rows(name) for cell in row.values())
+        cells = (cell for _, row in tree.rough_rows(name) for cell in row.values())
         if any(map(tree.named_as, cells)):
             names.append(name)
     return names
@@ -114,10 +109,10 @@ def choose_columns(tree: Tree, name: str, rows: Rows) -> tuple[str, str, list[st
     Those of labels are one, or several with 0 or 1 in each row. A UserError if that is not clear.
     """
     path = tree.path(name)
-    cells = [row for _, row in rows]
-    image = tree.image_column(path, cells) or next(iter(cells[0]))
-    part = lists.part_column(cells)
-    others = [each for each in cells[0] if each and each not in (image, part, "group")]
+    image = tree.image_column(path, rows)
+    part = lists.part_column(rows)
+    first = rows[0][1]
+    others = [each for each in first if each and each not in (image, part, "group")]
     boxes = [each for each in others if each.lower() in BOX_COLUMNS]
     if boxes:
         raise UserError(
@@ -134,7 +129,7 @@ def choose_columns(tree: Tree, name: str, rows: Rows) -> tuple[str, str, list[st
     if not columns:
         raise UserError(f"{path}: no column beside {image}; add one named label")
     if len(columns) == 1:
-        seen = explain_cells(columns[0], [row.get(columns[0]) for row in cells])
+        seen = explain_cells(columns[0], [row.get(columns[0]) for _, row in rows])
         if seen:
             raise UserError(f"{path}: its column {columns[0]} {seen}")
         return image, part, columns
@@ -154,7 +149,7 @@ def explain_cells(column: str, cells: Sequence[Json]) -> str:
     if column.lower() in NO_LABELS or any(isinstance(cell, dict) for cell in cells):
         return "has texts or objects, no labels of images; name the column of the labels label"
     labels = [label for cell in cells for label in labels_in(cell)]
-    numbers = list(filter(NUMBERS.fullmatch, labels))
+    numbers = list(filter(runs.RUNS.fullmatch, labels))
     if 2 * len(numbers) > len(labels):
         if any(len(text.split()) % 2 for text in labels):
             return "has several numbers in a cell; if they are labels, write ; between them"
@@ -170,32 +165,12 @@ def explain_cells(column: str, cells: Sequence[Json]) -> str:
     return ""
 
 
-def labels_in(cell: Json) -> list[str]:
-    """Return the labels in a cell of CSV, or in a value of JSON."""
-    if isinstance(cell, list):
-        return list(map(str, cell))
-    return lists.labels_in("" if cell is None else str(cell), ";|")
-
-
-def labels_in_row(row: dict[str, Json], columns: Sequence[str]) -> list[str]:
-    if len(columns) > 1:
-        return [column for column in columns if float(row[column])]
-    return labels_in(row.get(columns[0]))
-
-
-def blanks_in(
-    name: str, rows: Sequence[dict[str, Json]], columns: Sequence[str]
-) -> list[str]:
-    """Return a line if a column for several labels may have blanks between them, or none."""
-    if len(columns) > 1 or columns[0].lower() not in ("labels", "tags"):
-        return []
-    for row in rows:
-        for label in labels_in_row(row, columns):
-            if " " in label:
-                return [
-                    f'{name}: "{label}" is one class; if these are several labels, write ; between'
-                ]
-    return []
+def labels_in(cell: Json, separators: str = ";|") -> list[str]:
+    """Return the labels in a cell of CSV, or, without separators, in a value of JSON."""
+    if isinstance(cell, str) and separators:
+        return lists.labels_in(cell, separators)
+    own = cell if isinstance(cell, list) else [cell]
+    return [str(label) for label in own if label not in ("", None)]
 
 
 def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
@@ -205,22 +180,22 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
     for name in names:
         rows = list(records(tree, name))
         image, part_column, columns = choose_columns(tree, name, rows)
-        cells = [row for _, row in rows]
         labelled.notes += runs.not_read(
-            name, cells, (image, part_column, "group", *columns)
+            name, rows, (image, part_column, "group", *columns)
         )
-        labelled.notes += blanks_in(name, cells, columns)
+        separators = "" if name.endswith(".jsonl") else ";|"
         for number, row in rows:
             where = f"{tree.path(name)}, line {number}"
             given = str(row.get(image) or "")
             stated = lists.stated_part(row, part_column, where)
-            path = None
-            if given:
-                path, part = tree.find_sample(given, name, stated)
+            path, part = tree.find_sample(given, name, stated)
             if path is None:
                 labelled.skipped.add(not_there(name, given))
                 continue
-            labels = tuple(sorted(set(labels_in_row(row, columns))))
+            own = labels_in(row.get(columns[0]), separators)
+            if len(columns) > 1:
+                own = [column for column in columns if float(row[column])]
+            labels = tuple(sorted(set(own)))
             if of_image.setdefault(path, labels) != labels:
                 raise UserError(
                     f"{where}: {given} comes twice, with other labels; remove one row, or write "
@@ -229,6 +204,11 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
             classes.update(labels)
             group = str(row.get("group") or "")
             labelled.samples.append(Sample(path, part, labels=labels, group=group))
+        blank = [label for label in sorted(classes) if " " in label]
+        if blank and columns[0].lower() in ("labels", "tags"):
+            labelled.notes.append(
+                f'{name}: "{blank[0]}" is one class; if these are several labels, write ; between'
+            )
     refuse_alike(sorted(classes), tree.root)
     tree.count_unnamed(labelled)
     labelled.several = any(len(sample.labels) > 1 for sample in labelled.samples)

@@ -52,7 +52,6 @@ def is_export(content: Json) -> bool:
 
 
 def read_label_studio(tree: Tree, names: Sequence[str]) -> LabelledSet:
-    tree.refuse_broken()
     brushes = find_brushes(tree)
     tasks = [(name, task) for name in names for task in tree.jsons[name]]
     used = {label for own in brushes.values() for label, _ in own}

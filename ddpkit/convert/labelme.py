@@ -36,7 +36,6 @@ def is_labelme(content: Json) -> bool:
 
 
 def read_labelme(tree: Tree, names: Sequence[str]) -> LabelledSet:
-    tree.refuse_broken()
     used = {
         str(shape.get("label"))
         for name in names

@@ -1,7 +1,7 @@
 """What a labelled set has: classes, samples, and what of it is left out."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import numpy as np
 from ddpkit.data.format import VOID
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import places
-from ddpkit.vision.masks import VOID_NAMES
+from ddpkit.vision.masks import usual_name
 from ddpkit.vision.names import seen
 
 PARTS = tuple(places.PARTS)  # train, val, test
@@ -94,7 +94,7 @@ def to_color(value: object) -> Color | None:
 class ObjectClasses:
     """Class numbers of objects by name: 0 is the background, which no object covers.
 
-    colors: of some of `names`. A class that is named as the background is that; see VOID_NAMES.
+    colors: of some of `names`. A class that is named as the background is that; see `usual_name`.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class ObjectClasses:
         for name in map(seen, map(str, names)):
             text = clean_name(name)
             given = given_of.setdefault(text, name)
-            if given != name and text != BACKGROUND:
+            if given != name and text not in (BACKGROUND, "void"):
                 raise UserError(
                     f"classes {given} and {name} would both be {text}, as classes.txt has no = "
-                    "and #; rename one of them"
+                    "and no # in front of a word; rename one of them"
                 )
-            if plain_name(text) in VOID_NAMES:
+            if text == "void":
                 self.number_of[text] = VOID
             elif text not in self.number_of:
                 self.number_of[text] = len(self.names)
@@ -136,20 +136,7 @@ class ObjectClasses:
         return number
 
 
-def plain_name(name: str) -> str:
-    """Return a name in small letters, without the underscores around it."""
-    return name.strip(" _").lower()
-
-
 def clean_name(name: object) -> str:
-    """Return a name as a line of classes.txt can have it: without = and #, and not empty."""
-    text = re.sub(r"[=#\s]+", " ", seen(str(name))).strip()
-    if plain_name(text) == BACKGROUND:
-        return BACKGROUND
-    return text or "unnamed"
-
-
-def unused_classes(names: Sequence[str], used: Iterable[int]) -> list[str]:
-    """Return the classes that are in no mask."""
-    there = set(used)
-    return [name for number, name in enumerate(names) if number not in there]
+    """Return a name as a line of classes.txt can have it: without = and comments, not empty."""
+    text = seen(re.sub(r"=|(?<![^\s=])#+", " ", str(name)))
+    return usual_name(text) or "unnamed"

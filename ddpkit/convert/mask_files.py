@@ -42,6 +42,9 @@ CITYSCAPES = """
     28 bus 0 60 100, 31 train 0 80 100, 32 motorcycle 0 0 230, 33 bicycle 119 11 32"""
 CITY_CLASSES = re.findall(r"(\d+) ([a-z ]+) (\d+) (\d+) (\d+)", CITYSCAPES)
 CITY_IDS = 35  # in labelIds
+JPEGS = {".jpg", ".jpeg"}
+GREY = (64, 192)  # between them a pixel is neither black nor white
+MOST_GREY = 0.05  # of the pixels, as JPEG leaves at edges
 CITY_MASK = re.compile(r"(.*)_gt(?:Fine|Coarse)_(labelIds|labelTrainIds)\.png")
 
 
@@ -90,9 +93,9 @@ def read_pairs(
         lines, where = listed_classes(tree, folder)
         labels = masks.parse(lines or lines_for(tree, folder), where)
         labelled.names = list(dict.fromkeys([*labelled.names, *labels]))
-        rgb = [] if labels.colors is None else labels.colors.tolist()
-        for name, (red, green, blue) in zip(labels, rgb, strict=False):
-            color_of.setdefault(name, (red, green, blue))
+        if labels.colors is not None:
+            rgb = map(tuple, labels.colors.tolist())
+            color_of = dict(zip(labels, rgb, strict=True)) | color_of
         # by class number in the folder; what is void stays so
         numbers = np.full(256, masks.VOID, np.uint8)
         numbers[: len(labels)] = [labelled.names.index(name) for name in labels]
@@ -137,12 +140,19 @@ def same_size(mask: np.ndarray, size: Size | None, path: Path) -> np.ndarray:
 def read_inside(path: Path, size: Size | None = None) -> np.ndarray:
     """Return bool (H, W): what is not black in a mask of one class, or opaque in a clear one."""
     image = images.read_stored(str(path))
-    shown = image.convert("L")
-    if "A" in image.getbands() and image.getchannel("A").getextrema()[0] < 255:
-        shown = image.getchannel("A")
-    values = np.array(shown)
-    # the edges of a JPEG, or smoothed ones
+    values = np.array(image.convert("L"))
+    if "A" in image.getbands():
+        alpha = np.array(image.getchannel("A"))
+        if alpha.min() < 255:
+            values = alpha
     is_lossy = image.format in masks.LOSSY
+    share = ((values > GREY[0]) & (values < GREY[1])).mean()
+    if is_lossy and share > MOST_GREY:
+        raise UserError(
+            f"{path}: {share:.0%} of the pixels are neither black nor white, so that JPEG has "
+            "mixed up its classes; get the masks as PNG"
+        )
+    # the edges of a JPEG, or smoothed ones
     threshold = 127 if is_lossy or values.max(initial=0) > 127 else 0
     return same_size(values > threshold, size, path)
 
@@ -178,8 +188,9 @@ def match_masks(
     image_of, mask_of: files by their names, as `tree.keyed` makes them, which may differ by a rule.
     """
     mask_with, _ = pairing.match_names(image_of, mask_of)
+    used = {*mask_with.values()}
     for name, mask in mask_of.items():
-        if name not in mask_with.values():
+        if name not in used:
             yield LeftOut("masks without an image", mask)
     for name, image in image_of.items():
         if name in mask_with:
@@ -235,13 +246,12 @@ def voc_lines(tree: Tree, parent: str) -> Sequence[str]:
     ]
 
 
-def voc_color(number: int) -> tuple[int, int, int]:
+def voc_color(number: int) -> list[int]:
     """Return VOC's colour of a class: its bits go to red, green and blue in turn, highest first."""
     channels = [0, 0, 0]
     for bit in range(8):
         channels[bit % 3] |= (number >> bit & 1) << (7 - bit // 3)
-    red, green, blue = channels
-    return red, green, blue
+    return channels
 
 
 def voc_mask_folder(tree: Tree, parent: str) -> str:
@@ -370,12 +380,11 @@ def find_camvid(tree: Tree) -> list[tuple[str, str]]:
 
 
 def read_camvid(tree: Tree, folders: Sequence[tuple[str, str]]) -> LabelledSet:
-    images_of = {of_masks: of_images for of_images, of_masks in folders}
-
-    def pairs_in(tree: Tree, folder: str) -> Pairs:
-        return match_folders(tree, images_of[folder], folder)
-
-    labelled = read_pairs(tree, images_of, pairs_in, lambda *_: CAMVID_NAMES.split())
+    # by folder of masks
+    pairs = {own: match_folders(tree, other, own) for other, own in folders}
+    labelled = read_pairs(
+        tree, pairs, lambda _, folder: pairs[folder], lambda *_: CAMVID_NAMES.split()
+    )
     if "valid.txt" in tree.files:
         held_out = {stem_of(line) for line in tree.lines("valid.txt")}
         for sample in labelled.samples:
@@ -405,12 +414,15 @@ def roboflow_pairs(tree: Tree, folder: str) -> Pairs:
     return match_masks(tree, image_of, tree.keyed(folder, of_masks), part_of(folder))
 
 
-# A folder per class: images/a.jpg, and masks/cat/a.png, masks/dog/a.png in black and white
+# Masks in black and white, which stand for one class. A folder per class: images/a.jpg, and
+# masks/cat/a.png, masks/dog/a.png; or JPEGs, masks/a.jpg, in which compression changes values
+
+Marks = tuple[str, dict[str, str]]  # folders of images, and by class of masks
 
 
-def find_class_masks(tree: Tree) -> list[tuple[str, str, list[str]]]:
-    """Return each folder of images, that of their masks, and the names of the classes in it."""
-    folders = []
+def find_class_masks(tree: Tree) -> list[Marks]:
+    """Return the folders of images, and the folders in that of their masks, which are classes."""
+    folders: list[Marks] = []
     for of_images, of_masks in folders_of_masks(tree):
         keys = [key_of(each, of_masks) for each in tree.in_folder(of_masks)]
         classes = sorted({key.partition("/")[0] for key in keys})
@@ -419,29 +431,36 @@ def find_class_masks(tree: Tree) -> list[tuple[str, str, list[str]]]:
             part_of(each) or join(of_images, each) in tree.folders for each in classes
         )
         if keys and all("/" in key for key in keys) and are_classes:
-            folders.append((of_images, of_masks, classes))
+            of_class = {name: join(of_masks, name) for name in classes}
+            folders.append((of_images, of_class))
     return folders
 
 
-def read_class_masks(
-    tree: Tree, folders: Sequence[tuple[str, str, list[str]]]
-) -> LabelledSet:
-    classes = ObjectClasses(sorted({name for *_, names in folders for name in names}))
-    entries = (read_folder(tree, classes, *each) for each in folders)
+def find_jpeg_masks(tree: Tree) -> list[Marks]:
+    """Return the folders of images, and of masks that are all JPEGs with the name of an image."""
+    folders = []
+    for of_images, folder in folders_of_masks(tree):
+        keys = {key_of(name, of_images) for name in tree.in_folder(of_images)}
+        own = tree.in_folder(folder)
+        named = [name for name in own if key_of(name, folder) in keys]
+        if named and named == tree.in_folder(folder, JPEGS):
+            folders.append((of_images, {"foreground": folder}))
+    return folders
+
+
+def read_class_masks(tree: Tree, folders: Sequence[Marks]) -> LabelledSet:
+    names = {name for _, of_class in folders for name in of_class}
+    classes = ObjectClasses(sorted(names))
+    entries = (read_marks(tree, classes, *each) for each in folders)
     return draw_objects(tree, classes, entries)
 
 
-def read_folder(
-    tree: Tree,
-    classes: ObjectClasses,
-    of_images: str,
-    of_masks: str,
-    names: Sequence[str],
+def read_marks(
+    tree: Tree, classes: ObjectClasses, of_images: str, of_class: dict[str, str]
 ) -> Entries:
     image_of = tree.keyed(of_images, tree.in_folder(of_images))
     masks_of: dict[str, list[tuple[int, Path]]] = {key: [] for key in image_of}
-    for name in names:
-        folder = join(of_masks, name)
+    for name, folder in of_class.items():
         for mask in tree.in_folder(folder):
             key = key_of(mask, folder)
             if key in image_of:
@@ -452,10 +471,8 @@ def read_folder(
     part = part_of(of_images) or "train"
     for key, own in masks_of.items():
         image = tree.path(image_of[key])
-        if own:
+        if own:  # others are counted as those without labels
             yield MarkedImage(image, part, str(image), partial(class_shapes, own))
-        else:
-            yield LeftOut("images without a mask", image_of[key])
 
 
 def class_shapes(own: Sequence[tuple[int, Path]], size: Size) -> Shapes:

@@ -22,7 +22,6 @@ from ddpkit.convert.labels import (
     Sample,
     Size,
     part_of,
-    unused_classes,
 )
 from ddpkit.convert.objects import Drawing
 from ddpkit.errors import UserError, shorten
@@ -38,7 +37,7 @@ def write_set(labelled: LabelledSet, out: Path) -> list[str]:
     """Write the folder `out`, whole or not at all; return lines about it."""
     lines = []
     parts = {sample.part for sample in labelled.samples}
-    if parts and "train" not in parts and len(parts) == 1:
+    if len(parts) == 1 and "train" not in parts:
         lines.append(f"all images are of {parts.pop()}: they become train")
         for sample in labelled.samples:
             sample.part = "train"
@@ -63,7 +62,7 @@ def write_set(labelled: LabelledSet, out: Path) -> list[str]:
     with files.filling(out) as partial:
         if has_masks:
             counts = write_masks(labelled, named, partial)
-            write_text(partial / "classes.txt", text)
+            files.save_text(partial / "classes.txt", text)
         else:
             counts = write_images(named, partial, by_folder)
     sizes = [f"{count} in {part}" for part, count in counts.items() if count]
@@ -78,11 +77,12 @@ def name_samples(labelled: LabelledSet, is_by_class: bool) -> list[tuple[Sample,
     number if that is not enough. Capital letters make no other name, as on some disks. The same
     image is taken once in a part, with all its objects.
     """
-    places: dict[tuple, dict[Path, Sample]] = {}
+    # by folder and name: samples by the files that their images are
+    samples_of: dict[tuple, dict[Path, Sample]] = {}
     parts_of: dict[Path, set[str]] = {}
     for sample in sorted(labelled.samples, key=lambda each: str(each.image)):
-        labels = sample.labels if is_by_class else ()
-        own = places.setdefault((sample.part, labels, sample.image.stem.lower()), {})
+        place = (sample.part, sample.labels if is_by_class else ())
+        own = samples_of.setdefault((place, sample.image.stem.lower()), {})
         path = sample.image.resolve()
         parts_of.setdefault(path, set()).add(sample.part)
         if path in own:
@@ -99,20 +99,17 @@ def name_samples(labelled: LabelledSet, is_by_class: bool) -> list[tuple[Sample,
             f"{len(shared)} images go into two parts, so that scores count what was trained on: "
             f"{shorten(shared)}"
         )
-    named: list[tuple[Sample, str]] = []
-    for own in places.values():
-        named += zip(own.values(), names_apart(list(own)), strict=True)
     taken: set[tuple] = set()
     result = []
-    for sample, name in named:
-        labels = sample.labels if is_by_class else ()
-        number = 1
-        new = name
-        while (sample.part, labels, new.lower()) in taken:
-            number += 1
-            new = f"{name}-{number}"
-        taken.add((sample.part, labels, new.lower()))
-        result.append((sample, new))
+    for (place, _), own in samples_of.items():
+        for sample, name in zip(own.values(), names_apart(list(own)), strict=True):
+            number = 1
+            new = name
+            while (place, new.lower()) in taken:
+                number += 1
+                new = f"{name}-{number}"
+            taken.add((place, new.lower()))
+            result.append((sample, new))
     return result
 
 
@@ -195,7 +192,8 @@ def write_masks(
             "no object has an outline, so all masks would be background alone: segmentation needs "
             "outlines, not boxes or points"
         )
-    unused = unused_classes(labelled.names, there)
+    named_classes = enumerate(labelled.names)
+    unused = [name for number, name in named_classes if number not in there]
     if unused:
         labelled.notes.append(f"classes that no mask has: {shorten(unused)}")
     return counts
@@ -215,35 +213,41 @@ def write_images(
     named: list[tuple[Sample, str]], folder: Path, by_folder: bool
 ) -> dict[str, int]:
     """Put images into class folders; or beside lists of them and their labels."""
+    columns = ["file"]
+    if not by_folder:
+        columns.append("label")
+    if any(sample.group for sample, _ in named):
+        columns.append("group")
     counts = dict.fromkeys(PARTS, 0)
-    rows: dict[str, list[list[str]]] = {part: [] for part in PARTS}
+    lists: dict[str, list[list[str]]] = {}
     for sample, name in tqdm(named, unit="image", disable=None):
         place = folder / sample.part
         if by_folder:
             place = place / folder_name(sample.labels[0])
         path = put_image(sample.image, place / name)
-        # an image without any label has the separator alone
-        label = folders.SEPARATOR.join(sample.labels) or folders.SEPARATOR
         name = path.relative_to(folder).as_posix()
-        rows[sample.part].append([name, label, sample.group or name])
+        label = "" if by_folder else as_cell(sample)
+        cells = {"file": name, "label": label, "group": sample.group or name}
+        listed = lists.setdefault("groups" if by_folder else sample.part, [columns])
+        listed.append([cells[column] for column in columns])
         counts[sample.part] += 1
-    has_groups = any(sample.group for sample, _ in named)
-    columns = ["file", "label", "group"]
-    for part, listed in rows.items():
-        if listed and not by_folder:
-            write_list(folder / f"{part}.csv", columns[: 2 + has_groups], listed)
-    if by_folder and has_groups:
-        all_rows = [[row[0], row[2]] for listed in rows.values() for row in listed]
-        write_list(folder / "groups.csv", ["file", "group"], all_rows)
+    if len(columns) > 1:
+        for name, rows in lists.items():
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows(rows)
+            files.save_text(folder / f"{name}.csv", text.getvalue())
     return counts
 
 
-def write_list(path: Path, columns: Sequence[str], rows: Sequence[list[str]]) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(row[: len(columns)] for row in rows)
-    write_text(path, text.getvalue())
+def as_cell(sample: Sample) -> str:
+    """Return the labels of an image in a list; of one without any the separator alone."""
+    for label in sample.labels:
+        if folders.SEPARATOR in label:
+            raise UserError(
+                f"{sample.image}: the label {label} has {folders.SEPARATOR}, which stands between "
+                "labels in a list; rename it"
+            )
+    return folders.SEPARATOR.join(sample.labels) or folders.SEPARATOR
 
 
 def folder_name(label: str) -> str:
@@ -254,10 +258,6 @@ def folder_name(label: str) -> str:
 def has_folder_names(labels: Sequence[str]) -> bool:
     """Return whether each class can have a folder of its own, on any disk."""
     return count_different([folder_name(label) for label in labels]) == len(labels)
-
-
-def write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def classes_text(labelled: LabelledSet) -> str:

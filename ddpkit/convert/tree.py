@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ ENDINGS = folders.EXTENSIONS | {".npy"}  # of images
 # Folders that say nothing about which image is meant. In small letters.
 USUAL = {"", ".", "..", "images", "image", "imgs", "img", "jpegimages", "data"}
 Json = Any  # what a file of JSON or YAML may hold
+Rows = Sequence[tuple[int, dict[str, Json]]]  # with the numbers of their lines
 
 
 class Tree:
@@ -159,30 +160,27 @@ class Tree:
         images = self.images_by_name
         return images.get(last) or images.get(without_ending(last), [])
 
-    def image_column(self, path: Path, rows: Sequence[dict[str, Json]]) -> str:
-        """Return the column of a table whose cells name images that are there; "" if none does.
+    def image_column(self, path: Path, rows: Rows) -> str:
+        """Return the column of a table whose cells name images that are there, else the first one.
 
         path: of the table. Raises a UserError if two columns name images otherwise.
         """
-        # by column: the image of each row, or ""
+        # by column: the image of each row, or ""; how well these are names
         names_of: dict[str, list[str]] = {}
-        for column in filter(None, rows[0] if rows else ()):
-            cells = [slashes(str(row.get(column))) for row in rows]
-            names_of[column] = [cell if self.named_as(cell) else "" for cell in cells]
-        # 1.jpg is a name, where 1 may be any number
-        exact = {
-            column: names
-            for column, names in names_of.items()
-            if any(ending_of(name) in ENDINGS for name in names)
-        }
-        names_of = exact or names_of
-        # 0 and 1 are answers, too
-        count_of = {
-            each: len({*names} - {"", "0", "1"}) for each, names in names_of.items()
-        }
-        best = max(count_of, key=count_of.__getitem__, default="")
+        rank_of: dict[str, tuple[bool, int]] = {}
+        for column in filter(None, rows[0][1] if rows else ()):
+            cells = [slashes(str(row.get(column))) for _, row in rows]
+            names = [cell if self.named_as(cell) else "" for cell in cells]
+            # 1.jpg is a name, where 1 may be any number; 0 and 1 are answers, too
+            has_endings = any(ending_of(name) in ENDINGS for name in names)
+            names_of[column] = names
+            rank_of[column] = (has_endings, len({*names} - {"", "0", "1"}))
+        best = max(rank_of, key=rank_of.__getitem__, default="")
         for column, names in names_of.items():
-            if 2 * count_of[column] <= count_of[best]:
+            has_endings, count = rank_of[column]
+            # some ages are names by chance
+            is_chance = not has_endings and 2 * count <= rank_of[best][1]
+            if is_chance or has_endings < rank_of[best][0]:
                 continue
             for one, other in zip(names_of[best], names, strict=True):
                 if one and other and not may_be_same(one, other):
@@ -191,7 +189,7 @@ class Tree:
                         "in one row; remove the wrong column, or write the endings of the files "
                         "in the right one"
                     )
-        return best if any(names_of.get(best, ())) else ""
+        return best
 
     def refuse_outside(self, path: Path, near: str) -> None:
         """Raise a UserError of a path that `near` names beyond the source, of whatever is there."""
@@ -272,12 +270,9 @@ class Tree:
             if isinstance(content, UserError):
                 raise content
 
-    def text(self, name: str) -> str:
-        return files.read_text(self.path(name))
-
     def lines(self, name: str) -> list[str]:
         """Return the lines of a text file that are not empty, without blanks around them."""
-        text = self.text(name)
+        text = files.read_text(self.path(name))
         return [line.strip() for line in text.splitlines() if line.strip()]
 
     def tables(self, name: str, column: str) -> list[str]:
@@ -287,16 +282,11 @@ class Tree:
 
     def first_row(self, name: str) -> dict[str, str]:
         """Return the first row of a CSV file, to see what it is; {} if there is none."""
-        return next(self.rough_rows(name), {})
+        return next(self.rough_rows(name), (0, {}))[1]
 
-    def rough_rows(self, name: str) -> Iterator[dict[str, str]]:
+    def rough_rows(self, name: str) -> lists.Rows:
         """Yield the rows of a CSV file that may not be one of labels: of any encoding."""
-        text = files.read_text(self.path(name), "replace")
-        return (row for _, row in lists.parse_rows(text))
-
-    def rows(self, name: str) -> Iterator[dict[str, str]]:
-        """Yield the rows of a CSV file, with the blanks around names and values removed."""
-        return (row for _, row in lists.read_rows(self.path(name)))
+        return lists.parse_rows(files.read_text(self.path(name), "replace"))
 
 
 def ending_of(name: str) -> str:

@@ -15,14 +15,14 @@ from functools import partial
 import numpy as np
 
 from ddpkit import files
-from ddpkit.convert.labels import LabelledSet, LeftOut, ObjectClasses, Size
+from ddpkit.convert.labels import LabelledSet, LeftOut, ObjectClasses, Size, part_of
 from ddpkit.convert.objects import Entries, MarkedImage, draw_objects, not_there
 from ddpkit.convert.shapes import Shape, Shapes
 from ddpkit.convert.tree import Json, Tree, ending_of, slashes, stem_of
 from ddpkit.errors import UserError
 
 NUMBER = re.compile(r"-?\d*\.?\d+(e-?\d+)?")
-PART_KEYS = (("train", "train"), ("val", "val"), ("valid", "val"), ("test", "test"))
+PART_KEYS = ("train", "val", "valid", "test")
 MOST_BRACKETS = 2000  # in a YAML file: of more in each other it takes hours
 
 
@@ -33,7 +33,7 @@ def find_yolo(tree: Tree) -> list[str]:
         content = read_yaml(tree, name)
         if not isinstance(content, dict) or not {"names", "nc"} & content.keys():
             continue
-        if any(content.get(key) for key, _ in PART_KEYS):
+        if any(content.get(key) for key in PART_KEYS):
             names.append(name)
     return names or find_class_lists(tree)
 
@@ -141,7 +141,8 @@ def images_in_parts(
     if is_list(name):
         for image in tree.in_folder(""):
             yield image, tree.part_of_image(tree.path(image))
-    for key, part in PART_KEYS:
+    for key in PART_KEYS:
+        part = part_of(key)
         given = content.get(key) or []
         images: list[str | LeftOut] = []
         for path in given if isinstance(given, list) else [given]:

@@ -381,7 +381,7 @@ def names_in(samples: Pairs, several: bool) -> set[str]:
 
 def class_names(label: str, several: bool) -> list[str]:
     """Return the classes in a label: one, or those in "cat; dog" if there are several."""
-    return lists.labels_in(label, SEPARATOR if several else "")
+    return lists.labels_in(label, SEPARATOR) if several else [label]
 
 
 def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs:
@@ -530,7 +530,7 @@ def read_list(path: Path, columns: Sequence[str], note: Note = raise_it) -> Pair
     others = [name for name in there if name and name not in wanted]
     if others:
         distributed.print0(f"{path}: columns not used: {', '.join(others)}")
-    column = lists.part_column(row for _, row in rows)
+    column = lists.part_column(rows)
     pairs = []
     for number, row in rows:
         line = f"{path}, line {number}"

@@ -49,9 +49,9 @@ def parse_rows(text: str, path: Path | None = None) -> Rows:
             yield table.line_num, row
 
 
-def part_column(rows: Iterable[Mapping[str, object]]) -> str:
+def part_column(rows: Iterable[tuple[int, Mapping[str, object]]]) -> str:
     """Return the column in which rows name train, val or test; "" if there is none."""
-    for row in rows:
+    for _, row in rows:
         for column, cell in row.items():
             if column.lower() in PART_COLUMNS and places.is_part(str(cell)):
                 return column
@@ -71,5 +71,5 @@ def stated_part(row: Mapping[str, object], column: str, where: object) -> str:
 
 def labels_in(cell: str, separators: str) -> list[str]:
     """Return the labels in a cell, between any of the letters `separators`."""
-    labels = re.split(f"[{separators}]", cell) if separators else [cell]
-    return [label.strip() for label in labels if label.strip()]
+    labels = map(str.strip, re.split(f"[{separators}]", cell))
+    return list(filter(None, labels))

@@ -22,6 +22,7 @@ from ddpkit.data.format import DEFAULT_FORMAT, VOID, Format
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import images
 from ddpkit.vision.images import LazyMask
+from ddpkit.vision.names import refuse_alike
 
 # by what a mask shows: what it means, and in which file
 Meant = dict[str, tuple[str, str]]
@@ -126,13 +127,16 @@ def read_lines(path: Path) -> list[str]:
 def translate_line(line: str) -> str:
     """Return a line of another program's list as classes.txt has it."""
     match = NAME_FIRST.fullmatch(line) or NAME_LAST.fullmatch(line)
-    name = match["name"] if match else line
+    name = usual_name(match["name"] if match else line)
+    return f"{name} = {match['value']}" if match else name
+
+
+def usual_name(name: str) -> str:
+    """Return "void" or "background" for what other programs call so, else the name."""
     plain = name.strip(" _").lower()
     if plain in VOID_NAMES:
-        name = "void"
-    elif plain == "background":
-        name = plain
-    return f"{name} = {match['value']}" if match else name
+        return "void"
+    return plain if plain == "background" else name
 
 
 def parse(
@@ -168,6 +172,7 @@ def parse(
         else:  # one class may have several values
             keys[key] = number_of.setdefault(name, len(number_of))
     names = list(number_of)
+    refuse_alike(names, path)
     if not 2 <= len(names) <= VOID:
         raise UserError(
             f"{path}: {len(names)} classes; needs 2 to {VOID}, one per line"

@@ -379,7 +379,7 @@ SETS: dict[str, tuple[Callable[[Path], Expected], str, list[str]]] = {
     "rle-csv": (rle_csv, "background 2 10", ["that are not there: gone"]),
     "class-masks": (class_masks, "background cat dog", []),
     "jpeg-masks": (jpeg_masks, "background foreground", []),
-    "arrays": (mat, "ground crack", ["images without a mask: image/none.jpg"]),
+    "arrays": (mat, "ground crack", ["images without labels: image/none.jpg"]),
     "arrays-npy": (npy, "", ["the classes are the values 0, 1, 2"]),
 }
 
@@ -511,6 +511,13 @@ def test_labels_of_images(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     convert.main([str(hub), str(tmp_path / "h")])
     expected = {"train/no": ["0.png"], "train/yes": ["1.png"], "val/no": ["0.png"]}
     assert folders_of(tmp_path / "h") == expected
+    # a text in JSON is one label, a list several, which no list can have with a ;
+    path = hub / "validation/metadata.jsonl"
+    write(path, {"file_name": "0.png", "label": "no;yes"})
+    convert.main([str(hub), str(tmp_path / "one")])
+    assert folders_of(tmp_path / "one")["val/no;yes"] == ["0.png"]
+    write(path, {"file_name": "0.png", "label": ["a;b", "no"]})
+    assert "the label a;b has ;, which stands between labels" in refusal(hub)
 
 
 def test_several_labels(tmp_path: Path) -> None:
@@ -1034,6 +1041,8 @@ def test_columns_that_are_no_labels(
             "a and b may each name the images, 1.jpg and",
         ),
         ("id,image,rle", "{n},{m},1 5", "id and image may each name the images"),
+        # even if one of them does so in few rows
+        ("a,b,label", "{n}.jpg,{few},a", "a and b may each name the images"),
     ],
 )
 def test_columns_by_what_they_hold(
@@ -1043,7 +1052,10 @@ def test_columns_by_what_they_hold(
     numbers = [*range(1, 12)]
     for n in numbers:
         save(source / f"{n}.jpg")
-    lines = [rows.format(n=n, m=12 - n) for n in numbers]
+    lines = []
+    for n in numbers:
+        few = "2.jpg" if n == 1 else ""
+        lines.append(rows.format(n=n, m=12 - n, few=few))
     write(source / "l.csv", "\n".join([columns, *lines]))
     assert words in refusal(source)
 
@@ -1106,7 +1118,7 @@ def test_names_that_look_the_same(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     names = [each["name"] for each in content["categories"]]
     for first, second, words in (
-        ("C#", "C", "classes C and C# would both be C, as classes.txt has no"),
+        ("C #", "C", "classes C and C # would both be C, as classes.txt has no"),
         ("a=b", "a b", "would both be a b"),
     ):
         for each, name in zip(content["categories"], (first, second), strict=False):
@@ -1114,6 +1126,11 @@ def test_names_that_look_the_same(tmp_path: Path) -> None:
         write(path, content)
         (source / "annotations/instances_val2017.json").unlink(missing_ok=True)
         assert words in refusal(source)
+    content["categories"][0]["name"] = "C#"
+    content["categories"][1]["name"] = "C"
+    write(path, content)
+    convert.main([str(source), str(tmp_path / "apart")])
+    assert {"C#", "C"} < {*read_classes(tmp_path / "apart/classes.txt")}
     for each, name in zip(content["categories"], names, strict=True):
         each["name"] = name
     content["images"][0]["file_name"] = f"{composed}/a.png"

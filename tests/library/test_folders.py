@@ -285,7 +285,7 @@ def test_forms_of_unicode(tmp_path: Path) -> None:
     with refusal("folders.find_labelled", "Unicode"):
         folders.find_labelled(tmp_path)
     # in one part they would be two classes; nor is a letter without width seen
-    for alike in other, "b\u200b":
+    for alike in other, "b\u200b", "b ", "b\xa0":
         (tmp_path / "train" / alike).mkdir()
         (tmp_path / "train" / alike / "x.jpg").touch()
         with refusal("names.refuse_alike", "look the same", "rename one"):

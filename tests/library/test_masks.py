@@ -96,6 +96,16 @@ def test_faults_of_classes_txt(tmp_path: Path, text: str, words: list[str]) -> N
         masks.read_classes(tmp_path / "classes.txt")
 
 
+def test_names_of_classes_txt(tmp_path: Path) -> None:
+    """A # within a word begins no comment; names that look the same are an error."""
+    path = tmp_path / "classes.txt"
+    path.write_text("C# = 1\nC = 2  # a comment\n")
+    assert masks.read_classes(path) == ["C#", "C"]
+    path.write_text("new car = 1\nnew\xa0car = 2\n", "utf-8")
+    with refusal("names.refuse_alike", path, "look the same"):
+        masks.read_classes(path)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
