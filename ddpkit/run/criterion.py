@@ -169,20 +169,21 @@ class Criterion(nn.Module):
         end = len(numbers) // 3 + 1
         numbers *= 2  # so that one sample has two parts
         own = self.loss
-        state = samples.random_state()
         with contextlib.suppress(Exception):  # not all can be copied
             self.loss = copy.deepcopy(own)  # which may have buffers
         self.is_known = True
         sums = []
         try:
-            with torch.random.fork_rng(others, device_type=device.type):
+            with (
+                samples.keeping_random_state(),
+                torch.random.fork_rng(others, device_type=device.type),
+            ):
                 for rows in numbers, numbers[:end], numbers[end:]:
                     take = operator.itemgetter(rows)
                     part = [map_tensors(take, each) for each in batch]
                     sums.append(float(self.forward(*part)))
         finally:
             self.loss = own
-            samples.set_random_state(state)
         whole = sums[0]
         # else without labels: the next batch will show it
         self.is_known = 0 < abs(whole) < math.inf
