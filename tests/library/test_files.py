@@ -176,14 +176,6 @@ def test_one_door():
     assert found == {}
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
-    """A link to nowhere, or below one, says so."""
-    (tmp_path / "link").symlink_to(tmp_path / "none")
-    for path in tmp_path / "link", tmp_path / "link" / "run":
-        with refusal("files.failure", path, "links to", "none"):
-            RunFolder(path)._lock()
-
-
 def others_get(path: Path) -> bool:
     """Whether a process that is forked gets the lock."""
     pid = os.fork()
