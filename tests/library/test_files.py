@@ -19,7 +19,6 @@ from ranks import on_ranks
 
 from ddpkit import files
 from ddpkit.run import checkpoint, states
-from ddpkit.run.folder import RunFolder
 
 
 def test_writing(tmp_path):
