@@ -48,7 +48,6 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     the gradient's norm to 1; adafactor keeps to --lr; lion wants a third of AdamW's. Of timm's only
     adamp, sgdp and novograd read the device at each step; in fp16 GradScaler does for all of them.
     """
-    is_sgd = args.optimizer == "sgd"
     lr = args.lr
     parts = [list(model.parameters())]
     if args.layer_decay != 1:
@@ -74,7 +73,7 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
 
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr, fused=True)
-    if is_sgd:
+    if args.optimizer == "sgd":
         # With any but its fused form GradScaler reads the device at each step. On CPUs
         # that form takes twice the time.
         is_on_cpu = next(model.parameters()).device.type == "cpu"
