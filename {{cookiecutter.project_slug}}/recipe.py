@@ -52,9 +52,8 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     parts = [list(model.parameters())]
     if args.layer_decay != 1:
         parts = layers(model)
-    names: set[str] = getattr(
-        model, "no_weight_decay", set
-    )()  # of timm's, such as a ViT's embeddings
+    # of timm's, such as a ViT's embeddings
+    names: set[str] = getattr(model, "no_weight_decay", set)()
     undecayed = {param for name, param in model.named_parameters() if name in names}
     groups: list[dict] = []
     for n, params in enumerate(parts, 1):
@@ -64,12 +63,9 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
         for param in params:
             is_matrix = param.ndim > 1 and param not in undecayed
             (matrices if is_matrix else others).append(param)
-        if matrices:
-            groups.append(
-                {"params": matrices, "lr": rate, "weight_decay": args.weight_decay}
-            )
-        if others:
-            groups.append({"params": others, "lr": rate, "weight_decay": 0.0})
+        for chosen, decay in ((matrices, args.weight_decay), (others, 0.0)):
+            if chosen:
+                groups.append({"params": chosen, "lr": rate, "weight_decay": decay})
 
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr, fused=True)

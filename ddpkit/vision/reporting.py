@@ -40,6 +40,7 @@ from ddpkit.vision.rows import (
     is_of_class,
     only_numbers,
     recorded_rows,
+    what_next,
 )
 from ddpkit.vision.steplog import Board, StepLog
 
@@ -477,6 +478,9 @@ class Reporter:
         shown = [file for file in SHOWN if (self.folder / file).exists()]
         names = ", ".join([checkpoint, *shown])
         distributed.print0(f"done: best {name} {best:.4f}, of epoch {epoch}; {names}")
+        hint = what_next(self.rows, *self.facts.get("best", ("", "")))
+        if hint:
+            distributed.print0(hint)
         script = process.project() / "predict.py"
         if script.is_file():
             paths = [nearest(script), nearest(example)]

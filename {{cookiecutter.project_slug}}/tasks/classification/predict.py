@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--output", metavar="DIR", type=Path, default=Path("predictions")
     )
     parser.add_argument(
-        "--tta", action="store_true", help="mirrored images, too, and the mean"
+        "--tta", action="store_true", help="mirrored images, too, if trained with them"
     )
     parser.add_argument("--threshold", type=ddpkit.Parser.at_least(0, float), default=0.5,
         help="of the probability of a label, if images have several")  # fmt: skip

@@ -62,10 +62,11 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group = parser.add_argument_group("loss and images")
     group.add_argument("--label-smoothing", type=share, default=0.0, metavar="SHARE", help="of each label, divided among all classes")
     group.add_argument("--class-weights", type=ddpkit.Parser.class_weights, metavar="auto|A,B,...", help="of the classes in the loss; auto: from their shares of the labels")
+    group.add_argument("--hflip", type=share, default=0.5, metavar="SHARE", help="of training images that are mirrored; 0 if left and right matter, as in digits and text")
     group.add_argument("--augment", default="", metavar="NAME,...", help="of color, grey, rotation, vflip")
     group.add_argument("--cutmix", type=rate, default=0.0, metavar="ALPHA", help="paste a box of another image and mask, of a share from Beta(ALPHA, ALPHA)")
     group.add_argument("--loss", default="ce", metavar="TERMS", help="ce, dice, focal, lovasz, or a sum such as ce+0.5*dice")
-    group.add_argument("--tta", action="store_true", help="evaluate and predict mirrored images, too, and take the mean")
+    group.add_argument("--tta", action="store_true", help="evaluate and predict mirrored images, too, and take the mean; not with --hflip 0")
     group.add_argument("--tile", type=count, default=2048, metavar="PIXELS", help="predict larger images in overlapping tiles of that side; 0: whole")
 
     group = parser.add_argument_group("machine")

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--tile", type=ddpkit.Parser.at_least(0), help="default: as in training"
     )
     parser.add_argument(
-        "--tta", action="store_true", help="mirrored images, too, and the mean"
+        "--tta", action="store_true", help="mirrored images, too, if trained with them"
     )
     given = parser.parse_args(argv)
     job = ddpkit.Predictor(
