@@ -45,13 +45,6 @@ def failure(path: Path | str, error: OSError, verb: str = "written") -> LineErro
         return DiskError(f"{path}: the disk does not answer ({reason})")
     if error.errno in OF_THIS_MOMENT:
         return DiskError(f"{path}: cannot be {verb} at this moment ({reason})")
-    # where a folder should be: mkdir says no more than that something is there
-    link = error.filename
-    if isinstance(error, FileExistsError) and link and os.path.islink(link):
-        target = os.readlink(link)
-        return UserError(
-            f"{path}: cannot be {verb} ({link} links to {target}, which is not there)"
-        )
     return UserError(f"{path}: cannot be {verb} ({reason})")
 
 

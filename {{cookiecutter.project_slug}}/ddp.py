@@ -1,6 +1,5 @@
 """How this process becomes one rank of many, in plain torch, and what ranks tell each other."""
 
-import contextlib
 import itertools
 import math
 from argparse import Namespace
@@ -80,5 +79,4 @@ def memory_layout(device: torch.device) -> torch.memory_format:
 def print0(line: str) -> None:
     """Print `line` once, not on every rank."""
     if dist.get_rank() == 0:
-        with contextlib.suppress(OSError):  # a terminal or pipe that is closed
-            print(line, flush=True)
+        print(line, flush=True)

@@ -237,10 +237,10 @@ class Seeded(Dataset):
         with keeping_random_state():  # from which a collate function goes on to draw
             for sample, key in pairs[:left]:
                 left -= 1
-                if checksum(sample) != checksum(self[key]):
+                is_other = checksum(sample) != checksum(self[key])
+                if is_other:
                     self.twice[1] = key.number + 1
-                    left = 0
-                if not left or time.monotonic() > until:
+                if is_other or time.monotonic() > until:
                     left = 0
                     break
         self.twice[0] = left

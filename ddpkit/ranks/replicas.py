@@ -249,12 +249,6 @@ def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         )
 
 
-def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a weight has a gradient that is not 0; reads the device."""
-    grads = [weight.grad for weight in weights_of(optimizer)]
-    return any(grad is not None and grad.any() for grad in grads)
-
-
 def check_cleared(grads: Iterable[Tensor]) -> None:
     """Raise a UserError if gradients of the step before are not 0 at a backward()."""
     if any(grad.any() for grad in grads):

@@ -73,7 +73,9 @@ class Stopper:
             for signum in watch.thread.wait_for_signals(ANSWER_SECONDS):
                 if signum in STOP_SIGNALS:
                     process.exit_now(128 + signum)
-            if not process.End.is_leaving:  # as the main thread does unless it hangs
+            # As the main thread does unless it hangs; or it is past the block, and no
+            # other rank is needed any more.
+            if _stopper is self and not process.End.is_leaving:
                 ending.report_and_exit(failures.lost_store(), self.status)
 
     def request_stop(self, signum: int) -> None:

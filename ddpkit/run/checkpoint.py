@@ -248,18 +248,11 @@ def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Return the flags that have changed since a checkpoint, such as "--lr 0.1 (was 0.2)"."""
     changed = []
     for name, value in to_plain(dict(now)).items():
-        if name not in then or name in OF_A_START or is_alike(then[name], value):
+        if name not in then or name in OF_A_START or then[name] == value:
             continue
         before = "not given" if then[name] is None else then[name]
         changed.append(f"--{name.replace('_', '-')} {value} (was {before})")
     return ", ".join(changed)
-
-
-def is_alike(then: object, now: object) -> bool:
-    """Return whether a flag is as it was; of texts also if they are paths of the same file."""
-    if isinstance(then, str) and isinstance(now, str):
-        return os.path.realpath(then) == os.path.realpath(now)
-    return then == now
 
 
 def to_undo(state: State, classes: Sequence[str], flags: Mapping[str, object]) -> str:

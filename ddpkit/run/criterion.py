@@ -19,6 +19,7 @@ from ddpkit.run.outputs import Outputs, map_tensors, to_float32
 SUM = "sum"
 MEAN = "mean"
 REGRESSIONS = nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss
+WEIGHTED = nn.CrossEntropyLoss, nn.NLLLoss
 ELEMENTWISE = *REGRESSIONS, nn.BCEWithLogitsLoss, nn.BCELoss
 
 
@@ -57,7 +58,6 @@ class Criterion(nn.Module):
         self.ignored = getattr(loss, "ignore_index", None)
         said = SUM if self.counts else getattr(loss, "reduction", None)
         self.is_known = said in (SUM, MEAN)  # and needs no look
-        self.is_weighted = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
         self.is_regression = isinstance(loss, REGRESSIONS)
         self.kind = said or reduction
         if self.kind not in (SUM, MEAN):
@@ -107,7 +107,7 @@ class Criterion(nn.Module):
             )
         weight = None
         number = targets.numel()
-        if self.is_weighted:
+        if isinstance(self.loss, WEIGHTED):
             weight = self.loss.weight
             if targets.is_floating_point() and weight is not None and self.kind == SUM:
                 return widened((targets.movedim(1, -1) @ weight).sum())
@@ -169,20 +169,21 @@ class Criterion(nn.Module):
         end = len(numbers) // 3 + 1
         numbers *= 2  # so that one sample has two parts
         own = self.loss
-        state = samples.random_state()
         with contextlib.suppress(Exception):  # not all can be copied
             self.loss = copy.deepcopy(own)  # which may have buffers
         self.is_known = True
         sums = []
         try:
-            with torch.random.fork_rng(others, device_type=device.type):
+            with (
+                samples.keeping_random_state(),
+                torch.random.fork_rng(others, device_type=device.type),
+            ):
                 for rows in numbers, numbers[:end], numbers[end:]:
                     take = operator.itemgetter(rows)
                     part = [map_tensors(take, each) for each in batch]
                     sums.append(float(self.forward(*part)))
         finally:
             self.loss = own
-            samples.set_random_state(state)
         whole = sums[0]
         # else without labels: the next batch will show it
         self.is_known = 0 < abs(whole) < math.inf

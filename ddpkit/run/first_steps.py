@@ -45,13 +45,8 @@ class FirstSteps:
         self.scale = 1.0  # of the gradients, in the first step
         self.is_cleared = False
         self.has_criterion = criterion is not None
-        self.others: dict[str, Optimizer] = {}
-        self.scalers: list[GradScaler] = []  # that are enabled
-        for name, part in parts.items():
-            if isinstance(part, GradScaler) and part.is_enabled():
-                self.scalers.append(part)
-            if isinstance(part, Optimizer) and part is not optimizer:
-                self.others[name] = part
+        scalers = [part for part in parts.values() if isinstance(part, GradScaler)]
+        self.scalers = [each for each in scalers if each.is_enabled()]
         self.hooks = [optimizer.register_step_pre_hook(replicas.check_step)]
         if criterion is not None:
             watch = criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
@@ -70,18 +65,6 @@ class FirstSteps:
         if self.ended == 2:
             for hook in self.hooks:
                 hook.remove()
-            waiting = [
-                name for name, each in self.others.items() if not self._is_stepped(each)
-            ]
-            if waiting:
-                distributed.print0(
-                    f"{', '.join(waiting)}: no step in the first two of run.steps; right if it "
-                    "comes later"
-                )
-
-    def _is_stepped(self, optimizer: Optimizer) -> bool:
-        # or the one within, as of SAM, whose own step() nobody calls
-        return any(each in self.stepped for each in with_inner(optimizer))
 
     def _watch_loss(
         self, criterion: Criterion, inputs: tuple, named: dict, loss: Tensor
@@ -117,12 +100,6 @@ class FirstSteps:
         now = {id(each.grad) for each in replicas.weights_of(self.optimizer)}
         old = [each for each, version in before if each._version == version]
         replicas.check_cleared([each for each in old if id(each) in now])
-        for name, other in self.others.items():
-            if self._is_stepped(other) and replicas.has_gradients(other):
-                distributed.print0(
-                    f"{name}: the gradients of the step before are still there at backward(); "
-                    "right only if its zero_grad() comes before its own backward()"
-                )
 
     def _check_first(self, whole: float, count: Tensor | float) -> None:
         replicas.check_slopes(self.slopes, count, self.passes, self.ranks, self.scale)
@@ -150,8 +127,9 @@ class FirstSteps:
                 "criterion(outputs, targets, ...) * world_size / count, with all that your loss "
                 "takes; if yours is a sum over these, it is right"
             )
-        # fp16 leaves out some
-        if not self.scalers and not self._is_stepped(self.optimizer):
+        # or the one within, as of SAM, whose own step() nobody calls
+        has_stepped = any(each in self.stepped for each in with_inner(self.optimizer))
+        if not self.scalers and not has_stepped:  # fp16 leaves out some
             distributed.print0(
                 "warning: run.end_step without a step of the optimizer: a stop there loses the "
                 "gradients so far; for several batches per step use --accumulate"

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from ddpkit.ranks import distributed
 from ddpkit.run.states import State
 
 LOSS = "train_loss"
-MOST_PENDING = 500  # numbers that are one tensor each; then they are joined
-UNIT = 2**1074  # a float is a whole number of such parts of 1
+MOST_PENDING = 500  # tensors; then they are joined
 Number = Tensor | float
 
 
@@ -24,47 +24,43 @@ class Exact:
 
     def __init__(self, parts: int = 1) -> None:
         self.parts = parts
-        self.total = 0  # in parts of 1 / UNIT
+        self.total = Fraction()
         self.lost = 0.0  # NaN or infinite, if a number was
         self.pending: list[Tensor] = []
-        self.joined: list[Tensor] = []
 
     def include(self, number: Number) -> None:
-        if isinstance(number, Tensor):
-            self.pending.append(number.detach())
-            if len(self.pending) == MOST_PENDING:
-                self._join()
-        else:
-            self.add_float(float(number) / self.parts)
+        if not isinstance(number, Tensor):
+            self._add(float(number))
+            return
+        self.pending.append(number.detach())
+        if len(self.pending) == MOST_PENDING:
+            self._join()
 
     def _join(self) -> None:
         kinds = {(each.dtype, each.device) for each in self.pending}
         if len(kinds) > 1:  # torch would take them to one, in which some may be rounded
             self.pending = [each.cpu().double() for each in self.pending]
         if self.pending:
-            joined = torch.stack(self.pending)
-            self.joined.append(joined if self.parts == 1 else joined / self.parts)
-            self.pending = []
+            self.pending = [torch.hstack(self.pending)]
 
-    def add_float(self, number: float) -> None:
+    def _add(self, number: float) -> None:
+        number /= self.parts
         try:
-            numerator, denominator = number.as_integer_ratio()
+            self.total += Fraction(number)
         except (OverflowError, ValueError):
             self.lost += number
-        else:
-            self.total += numerator * (UNIT // denominator)
 
-    def units(self) -> int:
-        """Return the sum of the finite numbers in parts of 1 / UNIT; waits for the device."""
+    def read(self) -> Fraction:
+        """Return the sum of the finite numbers; waits for the device."""
         self._join()
-        for numbers in self.joined:
+        for numbers in self.pending:
             for number in numbers.tolist():
-                self.add_float(number)
-        self.joined = []
+                self._add(number)
+        self.pending = []
         return self.total
 
     def __float__(self) -> float:
-        return self.units() / UNIT + self.lost
+        return float(self.read()) + self.lost
 
 
 Rows = dict[str, tuple[Exact, Exact]]
@@ -126,45 +122,48 @@ class Sums:
     def of_ranks(self) -> list[Rows]:
         """Return the rows of all ranks, read from the device; all have to call it."""
         for column in itertools.chain(*self.rows.values()):
-            column.units()
+            column.read()
         return distributed.gather_objects(self.rows)
 
     def resume(self, state: State) -> None:
         """Go on with the sums of a checkpoint, which rank 0 has from there on."""
-        saved = {LOSS: {"ranks": state["totals"]}, **state.get("sums", {})}
-        for name, each in saved.items():
+        # version 2 has those of each rank
+        of_ranks = zip(*state["totals"], strict=True)
+        totals = [sum(map(Fraction, each), Fraction()) for each in of_ranks]
+        saved = state.get("sums", {LOSS: [*totals, 0.0]})
+        for name, (total, count, lost) in saved.items():
             row = self.rows.setdefault(name, (Exact(), Exact()))
-            if not self.is_first:
-                continue
-            for column, total in zip(row, each.get("total", ()), strict=False):
-                column.total = int(total, 16)
-            for rank in each.get("ranks", ()):  # as earlier versions have it
-                for column, number in zip(row, rank, strict=True):
-                    column.add_float(number)
+            if self.is_first:
+                row[0].total = Fraction(total)
+                row[0].lost = lost
+                row[1].total = Fraction(count)
+
+
+def added_up(ranks: Sequence[Rows]) -> dict[str, tuple[Fraction, Fraction, float]]:
+    """Return by name, over all ranks: the sum, that by which it is divided, what is not finite."""
+    found = {}
+    for name in ranks[0]:
+        rows = [each[name] for each in ranks]
+        total = sum((first.total for first, _ in rows), Fraction())
+        count = sum((second.total for _, second in rows), Fraction())
+        found[name] = total, count, sum(first.lost for first, _ in rows)
+    return found
 
 
 def means_of(ranks: Sequence[Rows]) -> dict[str, float]:
     """Return by name the means over all ranks, and the sums of what has no count."""
     means = {}
-    for name in ranks[0]:
-        total, count = (sum_of(ranks, name, column) for column in (0, 1))
-        lost = sum(rows[name][0].lost for rows in ranks)
-        means[name] = total / (count or UNIT) + lost
+    for name, (total, count, lost) in added_up(ranks).items():
+        means[name] = float(total / (count or 1)) + lost
     return means
 
 
 def kept(ranks: Sequence[Rows]) -> State:
     """Return the sums of all ranks, as a checkpoint keeps them."""
     sums = {}
-    for name in ranks[0]:
-        columns = [hex(sum_of(ranks, name, column)) for column in (0, 1)]
-        sums[name] = {"total": columns}
+    for name, (total, count, lost) in added_up(ranks).items():
+        sums[name] = [str(total), str(count), lost]
     return sums
-
-
-def sum_of(ranks: Sequence[Rows], name: str, column: int) -> int:
-    """Return a sum of all ranks, in parts of 1 / UNIT."""
-    return sum(rows[name][column].total for rows in ranks)
 
 
 def added(numbers: Sequence[Number]) -> Tensor:

@@ -387,8 +387,8 @@ class Checkpoints:
         self._keep_changes()
         for network in networks:
             replicas.prepare_network(network)
-        self._find_virtual(networks, virtual_ranks)
         self._load_buffers()
+        self._find_virtual(networks, virtual_ranks)
         if self.step == self.first_step:
             self._say_frozen()
             self.unsaved.note_networks()
@@ -445,8 +445,8 @@ class Checkpoints:
     def _load_buffers(self) -> None:
         """Give the networks the buffers that each rank has had in the epoch that goes on."""
         for name, of_ranks in self.buffers.items():
-            if len(of_ranks) == self.ranks and not self.virtual:
-                mine = of_ranks[self.rank]
+            if len(of_ranks) == distributed.world_size():
+                mine = of_ranks[distributed.rank()]
                 states.load_module(self.parts[name], mine, strict=False)
         self.buffers.clear()
 

@@ -263,10 +263,6 @@ def load_module(module: nn.Module, saved: State, strict: bool = True) -> None:
     if any(COMPILED in name for name in current):
         own = {name.replace(COMPILED, ""): name for name in current}
         saved = {own.get(name, name): value for name, value in saved.items()}
-    if {f"net.{name}" for name in current} == saved.keys():
-        raise ValueError(
-            "version 1 had such names: wrap the network in its class Logits (docs/migration.md)"
-        )
     check_alike("its state", current, saved)
     module.load_state_dict(saved, strict=strict)
 

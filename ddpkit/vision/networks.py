@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpkit.errors import UserError, reason_of, shorten, suggest
-from ddpkit.ranks import distributed
+from ddpkit.ranks import distributed, replicas
 from ddpkit.run.outputs import Outputs, map_tensors
 
 
@@ -108,16 +108,14 @@ def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:
 
 def try_forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outputs:
     """Return what the network returns for a black image, in evaluation mode."""
-    # evaluation leaves BatchNorm's statistics as they are
-    was_training = model.training
     device = next(model.parameters()).device
     try:
-        return model.eval()(torch.zeros(1, channels, size, size, device=device))
+        # which leaves BatchNorm's statistics as they are
+        with replicas.in_evaluation(model):
+            return model(torch.zeros(1, channels, size, size, device=device))
     except (AssertionError, RuntimeError, ValueError) as error:
         line = f"this network cannot take images of {size} x {size} pixels"
         raise UserError(f"{line} ({reason_of(error)}): {remedy}") from None
-    finally:
-        model.train(was_training)
 
 
 def check_names(arch: str, encoder: str) -> None:

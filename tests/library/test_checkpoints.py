@@ -483,14 +483,6 @@ def test_weights_that_would_be_cut(tmp_path: Path) -> None:
         pretrained.copy_matching(net, pretrained.read_tensors(f"{tmp_path}/file.pt"))
 
 
-def test_a_checkpoint_of_version_1() -> None:
-    """Of one of torchvision's networks for segmentation, which was wrapped."""
-    net = nn.Linear(2, 2)
-    state = {"path": "last.pt", "model": nn.ModuleDict({"net": net}).state_dict()}
-    with refusal("states.fitting", "last.pt", "class Logits"):
-        checkpoint.load_weights(net, state)
-
-
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     for content, code, word in [
@@ -521,14 +513,10 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_flags_that_have_changed(tmp_path: Path, monkeypatch) -> None:
-    """The same folder in other words has not; what was not given is said so."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "set").mkdir()
-    (tmp_path / "link").symlink_to("set")
+def test_flags_that_have_changed() -> None:
+    """What was not given is said so."""
     then = {"data": "set", "arch": "a", "fold": None, "lr": 0.1}
-    for path in "set/", "./set", "link", tmp_path / "set", Path("link/../set"):
-        assert checkpoint.changes(then, {**then, "data": path}) == ""
+    assert checkpoint.changes(then, {**then, "data": Path("set")}) == ""
     now = {"data": Path("other"), "arch": "b", "fold": (1, 5), "lr": 0.2}
     assert checkpoint.changes(then, now) == (
         "--data other (was set), --arch b (was a), --fold (1, 5) (was not given), "

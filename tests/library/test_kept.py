@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,10 @@ def train(out: Path, dies_after: int = 0) -> tuple[Any, list, ddpkit.Run]:
                 numbers.common.append(run.common.random())
                 numbers.own.append(run.own.random())
                 numbers.read.append(next(second).item())
-                run.end_step(step_loss, count, right=(right, 4), calls=1)
+                sums = {"right": (right, 4), "calls": 1}
+                if run.step == 1:  # on one rank
+                    sums["lost"] = math.nan if distributed.rank() else 1.0
+                run.end_step(step_loss, count, **sums)
                 if run.step == dies_after:
                     raise Killed
             means = run.means()
@@ -129,6 +133,7 @@ def test_what_a_run_keeps(tmp_path: Path) -> None:
         images = row["right"] * 8 * steps
         assert 0 < images == round(images) < 8 * steps
         assert row["mine"] == 0
+    assert math.isnan(whole[2][0]["lost"])
     if not distributed.rank():
         assert said.getvalue().count("mine differs between ranks (0, 1)") == EPOCHS
     for dies_after in 2, steps + 1:

@@ -1,5 +1,6 @@
 """Loops as people write them, with Checkpoints: stopped and killed, they end with the same bits."""
 
+import contextlib
 import copy
 import os
 import random
@@ -12,11 +13,12 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from generated import refusal, wait_for
 
 import ddpkit
 from ddpkit.data import samples
-from ddpkit.ranks import distributed, protocol
+from ddpkit.ranks import distributed, protocol, stopping, watch
 from ddpkit.run import first_steps, unsaved
 
 SCRIPT = """
@@ -81,7 +83,7 @@ for epoch in checkpoints.epochs(3):
     for batch in checkpoints.steps(loader, model):
         loss = step(batch)
     print("the last loss", loss)
-    open("evaluates", "w").close()
+    open(f"evaluates{epoch}", "w").close()
     if os.environ["AT"] == str(epoch):
         time.sleep(999)
 """,
@@ -138,7 +140,7 @@ def test_a_signal_in_a_long_evaluation(tmp_path: Path) -> None:
         protocol.GRACE_SECONDS = 2
 
     pids = start(way, tmp_path, soon, at=0)
-    wait_for((tmp_path / "evaluates").exists)
+    wait_for((tmp_path / "evaluates0").exists)
     os.kill(pids[1], signal.SIGTERM)
     assert ranks.wait(pids) == [75, 75]
     out, err = ranks.said(tmp_path / "printed")
@@ -148,21 +150,35 @@ def test_a_signal_in_a_long_evaluation(tmp_path: Path) -> None:
     assert (state["epoch"], state["done"]) == (0, 8)
 
 
+def leave_late() -> None:
+    """Have rank 1 leave the loop once rank 0, which holds the store, has ended."""
+    remove_duty = watch.Watch.remove_duty
+    stopping.ANSWER_SECONDS = 1
+
+    def remove_late(self: watch.Watch, duty: watch.Duty) -> None:
+        if os.environ["RANK"] == "1":
+            with contextlib.suppress(dist.DistError):
+                while True:
+                    distributed.store().check([protocol.STOP])
+                    time.sleep(0.05)
+            time.sleep(2 * protocol.POLL_SECONDS)  # the thread sees it, too
+        remove_duty(self, duty)
+
+    watch.Watch.remove_duty = remove_late
+
+
 def test_a_long_evaluation(tmp_path: Path) -> None:
     """Killed in it, in the first epoch and in the second: the last step is done once more."""
     way = "a long evaluation"
     whole = tmp_path / "whole"
-    assert ranks.wait(start(way, whole)) == [0, 0]
+    assert ranks.wait(start(way, whole, leave_late)) == [0, 0]
     killed = tmp_path / "killed"
     for at in 0, 1:
         pids = start(way, killed, at=at)
-        wait_for((killed / "evaluates").exists)
-        if at:  # it has been through the first epoch's
-            time.sleep(1)
+        wait_for((killed / f"evaluates{at}").exists)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         assert ranks.wait(pids) == [-9, -9]
-        (killed / "evaluates").unlink()
         state = torch.load(killed / "run" / "last.pt", weights_only=True)
         assert (state["epoch"], state["done"]) == (at, 8)
     assert ranks.wait(start(way, killed)) == [0, 0], ranks.said(killed / "printed")

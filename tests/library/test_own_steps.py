@@ -40,7 +40,6 @@ def train(
     *changes: tuple[str, str],
     accumulate: int = 2,
     is_bare: bool = False,
-    is_joined_by_other: bool = False,
 ) -> tuple[list[Tensor], float]:
     """Take the steps of an epoch as STEP has it, changed; return the weights and the mean loss.
 
@@ -57,12 +56,6 @@ def train(
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).double()
     net.insert(0, Double())
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    extra = {}
-    if is_joined_by_other:
-        weight = nn.Parameter(torch.zeros(2))
-        weight.grad = torch.ones(2)  # which nobody clears
-        other = torch.optim.SGD([weight], 0.1)
-        extra["other"] = other
     loader, val = loaders(accumulate)
     loss = nn.CrossEntropyLoss(ignore_index=VOID, reduction="sum")
     criterion = ddpkit.Criterion(loss, CLASSES)
@@ -78,10 +71,8 @@ def train(
         report=ddpkit.Reporter(folder.path, 1, CLASSES),
         accumulate=accumulate,
         best="val_loss",
-        **extra,
     )
     names = {
-        **extra,
         **globals(),
         "run": run,
         "net": net,
@@ -152,16 +143,6 @@ SAID = {  # what may be meant: a line says so
         "if not run.step: optimizer.add_param_group({'params': [nn.Parameter(torch.ones(()))]})",
         "1 of the optimizer's weights are in no network",
     ),
-    "another optimizer that is never cleared": (
-        "optimizer.step()",
-        "optimizer.step(); other.step()",
-        "other: the gradients of the step before are still there",
-    ),
-    "another optimizer that never steps": (
-        "import contextlib",
-        "import contextlib; other.zero_grad()",
-        "other: no step in the first two",
-    ),
     "an average": (
         "import contextlib",
         "import contextlib; run.kept = torch.optim.swa_utils.AveragedModel(net)",
@@ -186,10 +167,7 @@ def test_misuses_of_a_step(tmp_path: Path) -> None:
         lines: list[str] = []
         distributed.print0 = lines.append
         passes = 2 if name in OF_TWO_PASSES else 1
-        has_other = "another" in name
-        train(
-            tmp_path / name, (old, new), accumulate=passes, is_joined_by_other=has_other
-        )
+        train(tmp_path / name, (old, new), accumulate=passes)
         assert len([line for line in lines if text in line]) == 1, name
     with refusal("replicas.prepare_network", "DistributedDataParallel(model)"):
         train(tmp_path / "bare", is_bare=True)

@@ -206,6 +206,8 @@ def test_the_core_needs_torch_and_numpy_alone() -> None:
             layer = path.parts[1]
             if path.stem not in ("__init__", "__main__") and layer not in LAYERS:
                 importlib.import_module(name)
+        import ddpkit
+        ddpkit.configure(torch.device("cpu"), 0, deterministic=True)
         after = {name.partition(".")[0] for name in sys.modules}
         print(sorted(after - before - {*sys.stdlib_module_names}))
         print([name for name in sys.modules if name.startswith(LAYERS_OF)])
