@@ -252,8 +252,6 @@ def main(command: Sequence[str] = ()) -> int:
         os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
-    if nodes.number == 0:
-        print_line(f"starting {nodes.count * nodes.ranks} rank(s) ...", sys.stdout)
     ranks = Ranks(nodes)
     restarts = nodes.restarts
     private = tempfile.TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True)

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -31,16 +32,20 @@ def install_handlers() -> None:
         # torchrun does not say its number; it is the parent.
         launcher = int(os.environ.get(protocol.LAUNCHER, os.getppid()))
         watch.end_with(signal.SIGTERM, launcher)
-    is_first = process.by_plain_torchrun() and os.environ["RANK"] == "0"
-    if is_first and "--help" not in sys.argv:
-        print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)
     if process.is_debugged():
         debugger.follow()
 
 
+@functools.cache  # in a process once
 def note_start() -> None:
-    """Have launch.sh say so if this rank, without a word, exits with a status other than 0."""
+    """Say that the ranks start, as flags are checked now; have launch.sh say how this one ends.
+
+    It does so if this rank, without a word, exits with a status other than 0.
+    """
     path = os.environ.pop(protocol.SILENT, "")  # which is not for what this rank starts
+    is_rank = path or process.by_plain_torchrun()
+    if is_rank and os.environ["RANK"] == "0":
+        print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)
     if path:
         process.End.silent = Path(path)
         with contextlib.suppress(OSError):

@@ -24,14 +24,17 @@ OF_LIBRARIES = ("segmentation_models_pytorch", "timm.", "torchvision.")
 
 
 def before_imports(
-    parse_args: Callable[[], object] | None = None, needs: str = ""
+    parse_args: Callable[[], object] | None = None,
+    needs: str = "",
+    alone: bool = False,
 ) -> None:
     """Have this process end quietly on Ctrl-C, and with its launcher; then check the flags.
 
     Call it before torch is imported, which takes seconds. Garbage is seldom collected until
     `run_main`, which makes that a tenth faster. With `parse_args` it also sets, for a process of
     srun's, RANK, LOCAL_RANK and the others that torchrun sets. needs: the least version of ddpkit,
-    of which the first number is that for which the script is written.
+    of which the first number is that for which the script is written. alone: it is no rank, as
+    predict.py, whatever launchers have set.
 
         if __name__ == "__main__":
             ddpkit.before_imports(parse_args, needs="3.0")
@@ -42,6 +45,7 @@ def before_imports(
         check_itself(needs)
         if parse_args:
             parse_args()
+        if parse_args and not alone:
             environment.adopt()
     except UserError as error:
         with contextlib.suppress(UserError):

@@ -31,7 +31,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group.add_argument("--data", type=Path, metavar="DIR", help="folder with train/ and val/ (default: the demo set, with its own --epochs and sizes)")
     group.add_argument("--output-dir", type=Path, default=ROOT / "runs/default", metavar="DIR", help="checkpoints, metrics and plots")
     group.add_argument("--fold", type=ddpkit.Parser.fold, metavar="N/K", help="validate on part N of K of the training set instead of val, train on the others")
-    group.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="auto: continue from last.pt; never: delete the run, start over; or a checkpoint")
+    group.add_argument("--resume", nargs="?", const="auto", default="auto", metavar="auto|never|PATH", help="auto: continue from last.pt; never: delete the run, start over; or a checkpoint")
     group.add_argument("--eval-only", nargs="?", const="val", choices=("val", "test"), help="evaluate best.pt, or --resume PATH, and print a table; test: on DIR/test or DIR/test.csv")
     group.add_argument("--json", action="store_true", help="with --eval-only: print one line of JSON in place of the table")
     group.add_argument("--arch", default="resnet18", metavar="NAME", help="any classifier of torchvision, or timm/NAME of timm")
@@ -84,11 +84,14 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     parser = ddpkit.Parser(parser)
     parser.set_defaults(**defaults or {})
     args = parser.parse_args(argv)
-    if args.json and not args.eval_only and not defaults:
-        parser.error("--json needs --eval-only")
-    if not args.data and not defaults:
-        parser.set_defaults(**DEMO)
-        args = parser.parse_args(argv)
+    if not defaults:
+        if args.json and not args.eval_only:
+            parser.error("--json needs --eval-only")
+        if args.data:
+            parser.check_folder(args.data)
+        else:
+            parser.set_defaults(**DEMO)
+            args = parser.parse_args(argv)
     is_sgd = args.optimizer == "sgd"
     if args.lr is None:
         args.lr = 0.1 if is_sgd else 0.001
