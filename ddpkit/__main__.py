@@ -101,7 +101,7 @@ def main() -> None:
     elif name in ON_CPU:
         os.environ[environment.GPUS] = ""  # before torch looks for them
         module, parse_args = ON_CPU[name]
-        ddpkit.before_imports(parse_args, alone=True)
+        ddpkit.before_imports(parse_args)
         ddpkit.run_main(importlib.import_module(f"ddpkit.{module}").main)
     else:
         names = ", ".join((*ON_CPU, *COMMANDS, "launch"))

@@ -65,12 +65,9 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
         for param in params:
             is_matrix = param.ndim > 1 and param not in undecayed
             (matrices if is_matrix else others).append(param)
-        if matrices:
-            groups.append(
-                {"params": matrices, "lr": rate, "weight_decay": args.weight_decay}
-            )
-        if others:
-            groups.append({"params": others, "lr": rate, "weight_decay": 0.0})
+        for chosen, decay in ((matrices, args.weight_decay), (others, 0.0)):
+            if chosen:
+                groups.append({"params": chosen, "lr": rate, "weight_decay": decay})
 
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr, fused=True)

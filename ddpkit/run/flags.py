@@ -37,8 +37,7 @@ ELSEWHERE = {
     "CUDA_VISIBLE_DEVICES= ./launch.sh the CPU, NPROC=2 ./launch.sh so many processes": "--gpu "
     "--gpus --num-gpus --device --devices --nproc --nproc-per-node",
     "TensorBoard's files are always written": "tensorboard",
-    "images are always mirrored at random, by train_transform of dataset.py": "flip hflip fliplr "
-    "mirror",
+    "images are mirrored unless --hflip is 0": "flip hflip fliplr mirror",
 }
 # flags that one kind of project has
 OF_TASKS = {

@@ -24,17 +24,14 @@ OF_LIBRARIES = ("segmentation_models_pytorch", "timm.", "torchvision.")
 
 
 def before_imports(
-    parse_args: Callable[[], object] | None = None,
-    needs: str = "",
-    alone: bool = False,
+    parse_args: Callable[[], object] | None = None, needs: str = ""
 ) -> None:
     """Have this process end quietly on Ctrl-C, and with its launcher; then check the flags.
 
     Call it before torch is imported, which takes seconds. Garbage is seldom collected until
-    `run_main`, which makes that a tenth faster. With `parse_args` it also sets, for a process of
-    srun's, RANK, LOCAL_RANK and the others that torchrun sets. needs: the least version of ddpkit,
-    of which the first number is that for which the script is written. alone: it is no rank, as
-    predict.py, whatever launchers have set.
+    `run_main`, which makes that a tenth faster. If the flags have a `local_rank`, it also sets, for
+    a process of srun's, RANK, LOCAL_RANK and the others that torchrun sets. needs: the least version
+    of ddpkit, of which the first number is that for which the script is written.
 
         if __name__ == "__main__":
             ddpkit.before_imports(parse_args, needs="3.0")
@@ -43,9 +40,10 @@ def before_imports(
     install_handlers()
     try:
         check_itself(needs)
-        if parse_args:
-            parse_args()
-        if parse_args and not alone:
+        flags = parse_args and parse_args()
+        if hasattr(
+            flags, "local_rank"
+        ):  # a rank may have been started, but no predict.py
             environment.adopt()
     except UserError as error:
         with contextlib.suppress(UserError):

@@ -40,6 +40,7 @@ from ddpkit.vision.rows import (
     is_of_class,
     only_numbers,
     recorded_rows,
+    what_next,
 )
 from ddpkit.vision.steplog import Board, StepLog
 
@@ -477,6 +478,9 @@ class Reporter:
         shown = [file for file in SHOWN if (self.folder / file).exists()]
         names = ", ".join([checkpoint, *shown])
         distributed.print0(f"done: best {name} {best:.4f}, of epoch {epoch}; {names}")
+        hint = what_next(self.rows, *self.facts.get("best", ("", "")))
+        if hint:
+            distributed.print0(hint)
         script = process.project() / "predict.py"
         if script.is_file():
             paths = [nearest(script), nearest(example)]
@@ -496,7 +500,7 @@ def left_out(source: TrainSampler | OtherSource) -> str:
     # by weights some images are drawn again, and others are not
     if not count or getattr(source, "cumulated", None) is not None:
         return ""
-    line = f"; each epoch leaves out {count} image(s), others each time: too few for a step"
+    line = f"drop_last: {count} images skipped per epoch (different ones each time)"
     if count > MOST_LEFT_OUT * source.total:
         line += ", so try a smaller --batch-size"
     return line

@@ -22,6 +22,7 @@ OF_TUNING = {
     "peak_memory",
 }
 WIDTH = 100  # letters of a line
+FEW = 5  # epochs, which suggest nothing yet
 LONGEST = 24  # of a column's name
 GAP = "  "
 
@@ -66,6 +67,26 @@ def best_row(rows: Sequence[Row], name: str, direction: object) -> Row | None:
     known = [row for row in rows if not math.isnan(number_in(row, name))]
     sign = -1 if direction == "min" else 1
     return max(known, key=lambda row: sign * number_in(row, name), default=None)
+
+
+def what_next(rows: Sequence[Row], name: str, direction: object) -> str:
+    """Return what the epochs suggest to try, by their losses and by `name`; "" if nothing.
+
+    Overfitting: since its lowest val_loss has risen by a tenth, and train_loss has fallen.
+    """
+    lowest = best_row(rows, "val_loss", "min")
+    if not lowest or len(rows) <= FEW:
+        return ""
+    last = rows[-1]
+    has_risen = number_in(last, "val_loss") > 1.1 * number_in(lowest, "val_loss")
+    if has_risen and number_in(last, "train_loss") < number_in(lowest, "train_loss"):
+        return (
+            f"overfitting since epoch {lowest['epoch']}: val_loss has risen while train_loss fell; "
+            "try pretrained weights, more augmentation or fewer epochs"
+        )
+    if best_row(rows, name, direction) is last:
+        return "the last epoch was the best: a new run of more epochs may be better"
+    return ""
 
 
 def number_in(row: Row, name: str) -> float:

@@ -123,7 +123,6 @@ def test_flags_that_do_not_exist(project):
             function = "check_folder" if "--data" in words else "error"
             with refusal(f"flags.{function}", line):
                 parse_args(words.split())
-        assert parse_args(["--resume"]).resume == "auto"
         Path("conf.yaml").write_text("epochs: 5\nlr: 0.1\n")
         with refusal("flags.error", "epochs: no such flag; did you mean --epochs?"):
             parse_args(["@conf.yaml"])

@@ -21,7 +21,7 @@ from PIL import Image
 import ddpkit
 from ddpkit.vision import mistakes, pictures, reporting
 from ddpkit.vision.mistakes import Mistakes
-from ddpkit.vision.rows import EpochLines, best_row
+from ddpkit.vision.rows import EpochLines, best_row, what_next
 
 
 def columns(header: str, line: str) -> dict[str, str]:
@@ -332,3 +332,22 @@ def test_compare(project: Project, trained: Path, tmp_path: Path) -> None:
     assert two[0].split()[5:] == ["global", "batch"]
     assert f"{about['global_batch']} and {facts['global_batch']}, so" in two[3]
     compare(tmp_path, "runs/empty").failed("compare.main", "no run in runs/empty")
+
+
+def test_what_to_try_next() -> None:
+    """Overfitting by both losses, a best last epoch, nothing, or too few epochs to tell."""
+
+    def hint(train: list[float], val: list[float]) -> str:
+        pairs = enumerate(zip(train, val, strict=True), 1)
+        found = [
+            {"epoch": n, "train_loss": a, "val_loss": b, "top1": 1 - b}
+            for n, (a, b) in pairs
+        ]
+        return what_next(found, "top1", "max")
+
+    down = [0.9, 0.5, 0.4, 0.3, 0.2, 0.1]
+    assert "overfitting since epoch 2:" in hint(down, [0.8, 0.5, 0.6, 0.7, 0.8, 0.9])
+    assert "the last epoch was the best" in hint(down, down)
+    assert hint(down, [0.8, 0.5, 0.51, 0.51, 0.51, 0.51]) == ""
+    assert hint(down[::-1], [0.8, 0.5, 0.6, 0.7, 0.8, 0.9]) == ""
+    assert hint(down[:5], down[:5]) == ""

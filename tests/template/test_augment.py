@@ -96,6 +96,15 @@ def test_the_part_of_an_image_that_is_seen(project: Project, tmp_path: Path) -> 
         return min((each.int() - found.int()).abs().max() for each in both) <= 1
 
     whole = slice(None)
+    mirrored = {share: set() for share in ("0", "0.5")}
+    for share, found in mirrored.items():
+        args = parse_args(["--hflip", share, "--crop-scale", "1", "--image-size", "24"])
+        transform = dataset.train_transform(24, [], args.crop_scale, args.hflip)
+        pixels = torch.arange(24).expand(3, 24, 24).byte()
+        for number in range(20):
+            samples.seed(number)
+            found.add(bool(transform(pixels)[0, 0, 0] > 12))
+    assert mirrored == {"0": {False}, "0.5": {False, True}}
     train, val, crop = seen("--crop-scale", "1")
     assert crop is None
     for number in range(2):
@@ -144,7 +153,7 @@ def test_masks_follow_images(project: Project) -> None:
     mask = mask.repeat(20, axis=0).repeat(20, axis=1)
     image = (40 + 40 * mask)[..., None].repeat(3, axis=2)
     augment = ddpkit.parse_augment(dataset.AUGMENTATIONS, "vflip,rotation", None)
-    transform = dataset.train_transform(96, augment)
+    transform = dataset.train_transform(96, augment, 0.5)
     classes = set()
     for seed in range(12):
         samples.seed(seed)
@@ -188,7 +197,9 @@ def test_images_of_full_depth(project: Project) -> None:
     for channels in 1, 5:
         pixels = np.random.default_rng(0).random((40, 50, channels), np.float32)
         images = [LazyImage.of(pixels)]
+        rest = [0.25, 0.5]  # --crop-scale and --hflip
         if project.task == "segmentation":
+            rest = [0.5]
             images.append(LazyImage.of(np.zeros((40, 50), np.uint8)))
         refused = set()
         for name in dataset.AUGMENTATIONS:
@@ -200,7 +211,7 @@ def test_images_of_full_depth(project: Project) -> None:
                 continue
             for seed in range(30):  # policies draw one of 14 transforms
                 samples.seed(seed)
-                made = dataset.train_transform(32, augment)(*images)
+                made = dataset.train_transform(32, augment, *rest)(*images)
                 image = made if isinstance(made, Tensor) else made[0]
                 assert 0 <= image.min() <= image.max() <= 1
                 assert type(image) is Tensor

@@ -19,6 +19,7 @@ from generated import (
     ROOT,
     TASKS,
     Done,
+    Project,
     both_but_one_in_soak,
     left,
     rows,
@@ -107,6 +108,8 @@ def benchmark(folder: Path, name: str, *words: object) -> Done:
             module.SIDES = dict.fromkeys(TASKS, (96, 72))
         if name == "virtual_ranks":
             module.start = forks.train
+        if name == "defaults":
+            module.train = forks.train
         if name == "gpu":
 
             def measured(function: str, *given: object) -> Any:
@@ -172,6 +175,16 @@ def test_virtual_ranks(tmp_path: Path) -> None:
     with_flag = {(row[0], row[3], row[5]) for row in rows if "--virtual" in row[1]}
     assert len(rows) == 8
     assert len(with_flag) == 2
+
+
+@pytest.mark.parametrize("project", ["classification"], indirect=True)
+def test_defaults(project: Project, few: Path, tmp_path: Path) -> None:
+    cases = "--cases", "--hflip 0", "--hflip 0.5", "--seeds", 0
+    words = f"{FLAGS['classification']} --epochs 1 --workers 0"
+    more = "--data", few, f"--flags={words}"
+    done = benchmark(tmp_path, "defaults", cases, more).ok()
+    assert "| --hflip 0 " in done.out
+    assert "| --hflip 0.5 " in done.out
 
 
 def test_resume() -> None:

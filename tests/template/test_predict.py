@@ -275,7 +275,10 @@ def test_a_network_of_several_outputs(
 @both_tasks
 @on_ranks(1)
 def test_mirrored_images(project: Project) -> None:
-    """--tta is the mean over an image and its mirror image; masks are mirrored back."""
+    """--tta is the mean over an image and its mirror image; masks are mirrored back.
+
+    Not if training saw no mirror images, --hflip 0: there they may mean something else.
+    """
     import model
 
     torch.manual_seed(0)
@@ -284,14 +287,16 @@ def test_mirrored_images(project: Project) -> None:
         net = nn.Sequential(net, nn.Flatten(), nn.Linear(2 * 32 * 32, 4))
     images = torch.randn(2, 3, 32, 32)
 
-    def infer(images: torch.Tensor, tta: bool) -> torch.Tensor:
-        return model.infer(net, images, Namespace(tta=tta, tile=0)).detach()
+    def infer(images: torch.Tensor, tta: bool, hflip: float = 0.5) -> torch.Tensor:
+        args = Namespace(tta=tta, hflip=hflip, tile=0)
+        return model.infer(net, images, args).detach()
 
     other = infer(images.flip(-1), False)
     if project.task == "segmentation":
         other = other.flip(-1)
     mean = (infer(images, False) + other) / 2
     torch.testing.assert_close(infer(images, True), mean)
+    assert torch.equal(infer(images, True, hflip=0), infer(images, False))
 
 
 @both_tasks

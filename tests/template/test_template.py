@@ -41,6 +41,7 @@ SHARED = {
     "launch.sh",
     "main.py",
     "recipe.py",
+    "recipes/imagenet.py",
     "recipes/sweep.py",
     "slurm/train.sbatch",
     "tests/test_project.py",

@@ -66,7 +66,10 @@ def draw_check(path: Path, args: Namespace) -> str:
             figure.suptitle("as it is | as dataset.py augments it", fontsize=10)
         if present:
             pictures.draw_legend(figure, classes, present)
-    distributed.print0(f"{path}: {len(figure.axes)} training images; look at them")
+    distributed.print0(
+        f"{path}: {len(figure.axes)} training images; as augmented, do they still show "
+        "their labels? If not: --hflip 0 and, for classification, --crop-scale 1"
+    )
     say_void(masks)
     return ""
 

@@ -34,19 +34,20 @@ MIXES = {"mixup": (v2.MixUp, 0.2), "cutmix": (v2.CutMix, 1.0)}
 
 
 def train_transform(
-    size: int, augment: Sequence[v2.Transform] = (), scale: float = 0.25
+    size: int, augment: Sequence[v2.Transform], scale: float, hflip: float
 ) -> v2.Compose:
     """For training: an image of any size -> uint8 (3, size, size).
 
     augment: what --augment names. With "channels" in data.json it gets float32, 0 to 1.
     scale: the least share of the image that a crop has; 1: all of it, squeezed to a square.
+    hflip: how likely an image is mirrored.
     """
     return v2.Compose(
         [
             # As v2's, but a JPEG is decoded no larger than the result needs: much
             # faster.
             ddpkit.RandomResizedCrop(size, scale=(scale, 1), ratio=(3 / 4, 4 / 3)),
-            v2.RandomHorizontalFlip(),
+            v2.RandomHorizontalFlip(hflip),
             *augment,
         ]
     )
@@ -82,20 +83,19 @@ def build_datasets(args: Namespace) -> tuple[ImageDataset, ImageDataset, Sequenc
     """
     with ddpkit.rank_zero_first():  # the other ranks find it drawn
         data = args.data or draw_demo()
-    part = args.eval_only or "val"
     train, val, classes = ddpkit.find_classes(
-        data, args.fold, part, args.arch, MEAN, STD
+        data, args.fold, args.eval_only or "val", args.arch, MEAN, STD
     )
     # What the data and the network say; model.py and, from the checkpoint, predict.py
     # need it.
     args.several_labels = train.several
-    args.crop = args.crop_pct or train.crop
-    if args.crop_scale == 1 and not args.crop_pct:
-        args.crop = None  # the whole image, as in training
+    args.crop = args.crop_pct  # None: the whole image, as in training
+    if not args.crop and args.crop_scale < 1:
+        args.crop = train.crop
     augment = ddpkit.parse_augment(
         AUGMENTATIONS, args.augment, train.format.channels, MIXES
     )
-    transform = train_transform(args.image_size, augment, args.crop_scale)
+    transform = train_transform(args.image_size, augment, args.crop_scale, args.hflip)
     train_set = ImageDataset(train, transform)
     val_set = ImageDataset(val, val_transform(args.image_size, args.crop))
     return train_set, val_set, classes
@@ -109,10 +109,11 @@ def transform_batch(
     With MIXES, of which each batch gets one, targets become float32 (N, classes): the share of
     each class.
     """
-    mixes = []
-    for name, (mix, alpha) in MIXES.items():
-        if name in args.augment.split(","):
-            mixes.append(mix(alpha=alpha, num_classes=num_classes))
+    mixes = [
+        mix(alpha=alpha, num_classes=num_classes)
+        for name, (mix, alpha) in MIXES.items()
+        if name in args.augment.split(",")
+    ]
     if mixes:
         images, targets = v2.RandomChoice(mixes)(images, targets)
         # which MixUp loses on GPUs
@@ -133,9 +134,8 @@ def draw_example(
         title = guess = f"{logits.item():.4g}"
         truth = f"{target.item():.4g}"
     elif target.ndim:  # several labels
-        guess = "; ".join(itertools.compress(classes, logits > 0)) or "none"
+        title = guess = "; ".join(itertools.compress(classes, logits > 0)) or "none"
         truth = "; ".join(itertools.compress(classes, target > 0.5)) or "none"
-        title = guess
     else:
         guess = classes[int(logits.argmax())]
         truth = classes[int(target)]

@@ -93,7 +93,7 @@ def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     # __call__ of a compiled one would compile again for each size
     outputs = model.forward(images)
     logits = ddpkit.to_logits(outputs)
-    if args.tta:
+    if args.hflip and args.tta:
         mirrored = model.forward(images.flip(-1))
         logits = (logits + ddpkit.to_logits(mirrored)) / 2
     return logits

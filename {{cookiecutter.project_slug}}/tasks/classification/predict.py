@@ -19,13 +19,13 @@ parser.add_argument(
 )
 parser.add_argument("--output", metavar="DIR", type=Path, default="predictions")
 parser.add_argument(
-    "--tta", action="store_true", help="mirrored images, too, and the mean"
+    "--tta", action="store_true", help="mirrored images, too, if trained with them"
 )
 parser.add_argument("--threshold", type=parser.at_least(0, float), default=0.5,
     help="of the probability of a label, if images have several")  # fmt: skip
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    ddpkit.before_imports(parser.parse_args, alone=True)
+    ddpkit.before_imports(parser.parse_args)
 
 import torch
 
@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = job.args  # with which the network was trained
     args.tta |= given.tta
-    columns = ["file", "class", "probability"]
-    columns += [f"probability_{name}" for name in job.classes]
+    names = [f"probability_{name}" for name in job.classes]
     read = val_transform(args.image_size, args.crop)
+    columns = ["file", "class", "probability", *names]
     with job.table(given.output / "predictions.csv", columns) as write:
         for paths, images in job.batches(read, batch_size=32):
             with torch.inference_mode():
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             scores = logits.sigmoid() if args.several_labels else logits.softmax(1)
             for path, row in zip(paths, scores, strict=True):
                 if args.several_labels:
-                    is_there = row >= given.threshold
-                    found = ";".join(itertools.compress(job.classes, is_there))
+                    likely = itertools.compress(job.classes, row >= given.threshold)
+                    found = ";".join(likely)
                 else:
                     found = job.classes[int(row.argmax())]
                 numbers = [f"{score:g}" for score in (row.max(), *row)]

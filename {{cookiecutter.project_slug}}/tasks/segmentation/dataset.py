@@ -30,10 +30,13 @@ AUGMENTATIONS = {  # the names that --augment takes; add yours, if it takes mask
 }
 
 
-def train_transform(size: int, augment: Sequence[v2.Transform] = ()) -> v2.Compose:
+def train_transform(
+    size: int, augment: Sequence[v2.Transform], hflip: float
+) -> v2.Compose:
     """For training: image and mask -> uint8 (3, size, size), tv_tensors.Mask (size, size).
 
     augment: what --augment names. With "channels" in data.json it gets float32, 0 to 1.
+    hflip: how likely they are mirrored.
     """
     return v2.Compose(  # of image and mask: each transform does the same to both
         [
@@ -41,7 +44,7 @@ def train_transform(size: int, augment: Sequence[v2.Transform] = ()) -> v2.Compo
             # that needs. First, for it makes the mask a tv_tensors.Mask, whose class
             # numbers the others do not average.
             ddpkit.RandomScaleCrop(size, scale=(0.7, 1.4), mask_fill=VOID),
-            v2.RandomHorizontalFlip(),
+            v2.RandomHorizontalFlip(hflip),
             *augment,
         ]
     )
@@ -85,10 +88,12 @@ def build_datasets(
     """
     with ddpkit.rank_zero_first():  # the other ranks find it drawn
         data = args.data or draw_demo()
-    part = args.eval_only or "val"
-    train, val, classes = ddpkit.find_masks(data, args.fold, part, MEAN, STD)
+    train, val, classes = ddpkit.find_masks(
+        data, args.fold, args.eval_only or "val", MEAN, STD
+    )
     augment = ddpkit.parse_augment(AUGMENTATIONS, args.augment, train.format.channels)
-    train_set = SegmentationDataset(train, train_transform(args.image_size, augment))
+    transform = train_transform(args.image_size, augment, args.hflip)
+    train_set = SegmentationDataset(train, transform)
     val_set = SegmentationDataset(val, val_transform)
     return train_set, val_set, classes
 

@@ -84,7 +84,7 @@ def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     """
     # Not __call__, which of a compiled network would compile again for each size.
     logits = ddpkit.sliding_window(model.forward, images, args.tile, STRIDE)
-    if args.tta:
+    if args.hflip and args.tta:
         mirrored = ddpkit.sliding_window(
             model.forward, images.flip(-1), args.tile, STRIDE
         )
