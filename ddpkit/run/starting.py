@@ -30,8 +30,8 @@ def before_imports(
 
     Call it before torch is imported, which takes seconds. Garbage is seldom collected until
     `run_main`, which makes that a tenth faster. If the flags have a `local_rank`, it also sets, for
-    a process of srun's, RANK, LOCAL_RANK and the others that torchrun sets. needs: the least version
-    of ddpkit, of which the first number is that for which the script is written.
+    a process of srun's, RANK, LOCAL_RANK and the others that torchrun sets. needs: the least
+    version of ddpkit, of which the first number is that for which the script is written.
 
         if __name__ == "__main__":
             ddpkit.before_imports(parse_args, needs="3.0")

@@ -193,8 +193,10 @@ class Reporter:
         )
         distributed.print0(
             f"{source.total} training + {val}{source.steps} steps per epoch"
-            f"{left_out(source)}"
         )
+        skipped = left_out(source)
+        if skipped:
+            distributed.print0(skipped)
         amp = f" | amp {run.flags['amp']}" if "amp" in run.flags else ""
         jpeg = images.decoder()
         distributed.print0(

@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = job.args  # with which the network was trained
     args.tta |= given.tta
-    names = [f"probability_{name}" for name in job.classes]
+    columns = ["file", "class", "probability"]
+    columns += [f"probability_{name}" for name in job.classes]
     read = val_transform(args.image_size, args.crop)
-    columns = ["file", "class", "probability", *names]
     with job.table(given.output / "predictions.csv", columns) as write:
         for paths, images in job.batches(read, batch_size=32):
             with torch.inference_mode():
@@ -50,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             scores = logits.sigmoid() if args.several_labels else logits.softmax(1)
             for path, row in zip(paths, scores, strict=True):
                 if args.several_labels:
-                    likely = itertools.compress(job.classes, row >= given.threshold)
-                    found = ";".join(likely)
+                    found = ";".join(
+                        itertools.compress(job.classes, row >= given.threshold)
+                    )
                 else:
                     found = job.classes[int(row.argmax())]
                 numbers = [f"{score:g}" for score in (row.max(), *row)]
