@@ -50,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             scores = logits.sigmoid() if args.several_labels else logits.softmax(1)
             for path, row in zip(paths, scores, strict=True):
                 if args.several_labels:
-                    found = ";".join(
-                        itertools.compress(job.classes, row >= given.threshold)
-                    )
+                    is_there = row >= given.threshold
+                    found = ";".join(itertools.compress(job.classes, is_there))
                 else:
                     found = job.classes[int(row.argmax())]
                 numbers = [f"{score:g}" for score in (row.max(), *row)]
