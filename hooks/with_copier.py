@@ -9,7 +9,9 @@ from pathlib import Path
 import jinja2
 
 answers = json.loads(sys.argv[1])
-Path(".copier-answers.yml").write_text(json.dumps(answers, indent=2) + "\n")
+Path(".copier-answers.yml").write_text(
+    json.dumps(answers, indent=2) + "\n", encoding="utf-8"
+)
 address = re.sub("^gh:(.*)", r"https://github.com/\1.git", answers["_src_path"])
 context = {**answers, "_template": address, "_commit": sys.argv[2]}
 

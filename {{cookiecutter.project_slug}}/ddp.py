@@ -56,7 +56,7 @@ def sum_exactly(*lists: list[Tensor]) -> list[float]:
 
     It is rounded once. Every rank has to call it, and it waits for the device.
     """
-    mine = [list(map(float, each)) for each in lists]
+    mine = [torch.stack(each).tolist() if each else [] for each in lists]
     gathered = [mine] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return [math.fsum(itertools.chain(*each)) for each in zip(*gathered, strict=True)]

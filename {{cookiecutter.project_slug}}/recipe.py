@@ -48,14 +48,12 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     the gradient's norm to 1; adafactor keeps to --lr; lion wants a third of AdamW's. Of timm's only
     adamp, sgdp and novograd read the device at each step; in fp16 GradScaler does for all of them.
     """
-    is_sgd = args.optimizer == "sgd"
     lr = args.lr
     parts = [list(model.parameters())]
     if args.layer_decay != 1:
         parts = layers(model)
-    names: set[str] = getattr(
-        model, "no_weight_decay", set
-    )()  # of timm's, such as a ViT's embeddings
+    # of timm's, such as a ViT's embeddings
+    names: set[str] = getattr(model, "no_weight_decay", set)()
     undecayed = {param for name, param in model.named_parameters() if name in names}
     groups: list[dict] = []
     for n, params in enumerate(parts, 1):
@@ -71,11 +69,10 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
 
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr, fused=True)
-    if is_sgd:
+    if args.optimizer == "sgd":
         # With any but its fused form GradScaler reads the device at each step. On CPUs
         # that form takes twice the time.
-        is_on_cpu = next(model.parameters()).device.type == "cpu"
-        fused = None if is_on_cpu else True
+        fused = None if next(model.parameters()).device.type == "cpu" else True
         return torch.optim.SGD(groups, lr, momentum=0.9, fused=fused)
     import timm.optim  # takes half a second
 
@@ -89,8 +86,9 @@ def check_optimizer(name: str) -> None:
     import timm.optim
 
     # Without those that need other packages, second derivatives, or all memory.
-    others = ["bnb*", "fused*", "adahessian", "kron*"]
-    known = timm.optim.list_optimizers(exclude_filters=others)
+    known = timm.optim.list_optimizers(
+        exclude_filters=["bnb*", "fused*", "adahessian", "kron*"]
+    )
     if name not in known:
         near = difflib.get_close_matches(
             name.lower(), {"adamw", "sgd", *map(str, known)}

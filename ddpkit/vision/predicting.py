@@ -190,7 +190,7 @@ class Predictor:
 
         def save_image(kind: str, path: str, drawn: Image.Image) -> None:
             file = output / kind / f"{name_of[path]}.png"
-            with files.writing(file) as tmp_path:
+            with files.writing(file, parents=True) as tmp_path:
                 drawn.save(tmp_path, format="png")
 
         @functools.cache

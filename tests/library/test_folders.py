@@ -728,7 +728,7 @@ def run_recipe(title: str, number: int, folder: Path) -> None:
 
 
 def test_recipes_of_shell(tmp_path: Path) -> None:
-    title = "Sets that need three lines of shell"
+    title = "Lists written by shell commands"
     pets = tmp_path / "pets"
     listed = tmp_path / "listed"
     nuclei = tmp_path / "nuclei"
@@ -771,7 +771,7 @@ def test_recipes_of_shell(tmp_path: Path) -> None:
         assert Path(image).parents[1] == Path(mask).parent
         first = Image.open(mask).crop((0, 0, 4, 1)).tobytes()
         assert [*first] == [0, 255, 255, 0]
-    run_recipe("Images that belong together", 1, tmp_path)
+    run_recipe("Group k-fold", 1, tmp_path)
     train, val, _ = folders.find_labelled(patients)
     groups = [{Path(sample[0]).name[:2] for sample in part} for part in (train, val)]
     assert sorted(groups[0] | groups[1]) == ["p0", "p1"]

@@ -40,13 +40,14 @@ FLAGS = {
     "pre-commit": "--all-files",
 }
 FILES = {
-    "images for an example": "0000.jpg 1.jpg 2.jpg 3.jpg image.jpg",
+    "images for an example": "0000.jpg 2.jpg 3.jpg cat.0.jpg image.jpg mask.png p12_3.jpg",
     "a file that a diff of EDITS.md makes": "adversary.py",
     "what onnxruntime writes": "model_int8.onnx prepared.onnx",
     "timm": "train.py",
     "codes of errors": "folder.lock",
     "uv": "uv.lock",
-    "names of other programs' data": "valid.csv 1_mask.png _mask.png",
+    "names of other programs' data": "valid.csv 1_mask.png _mask.png class_dict.csv "
+    "class_names.txt label_colors.txt",
 }
 VARIABLES = {
     "torch": "PET_MASTER_ADDR PET_NODE_RANK PYTORCH_ENABLE_MPS_FALLBACK",

@@ -235,7 +235,7 @@ def test_launch_in_the_smallest_shell(generate: Generate, tmp_path: Path) -> Non
 # document, so that nothing is underlined; nothing that they call deprecated.
 KEYS = {
     "configurations": "name type request preLaunchTask args connect console cwd env justMyCode "
-    "module pathMappings processId program python subProcess",
+    "module pathMappings processId program python redirectOutput subProcess",
     "tasks": "label type command args options group isBackground presentation problemMatcher "
     "dependsOn dependsOrder runOptions windows",
     "inputs": "id type description default options",

@@ -95,8 +95,9 @@ def build_datasets(args: Namespace) -> tuple[ImageDataset, ImageDataset, Sequenc
     augment = ddpkit.parse_augment(
         AUGMENTATIONS, args.augment, train.format.channels, MIXES
     )
-    transform = train_transform(args.image_size, augment, args.crop_scale, args.hflip)
-    train_set = ImageDataset(train, transform)
+    train_set = ImageDataset(
+        train, train_transform(args.image_size, augment, args.crop_scale, args.hflip)
+    )
     val_set = ImageDataset(val, val_transform(args.image_size, args.crop))
     return train_set, val_set, classes
 

@@ -74,14 +74,18 @@ def layers(model: nn.Module) -> list[list[nn.Parameter]]:
     matcher = getattr(model, "group_matcher", None)
     if matcher:
         groups = timm.models.group_parameters(model, matcher())
-        in_order = [groups[number] for number in sorted(groups)]
-        return [[model.get_parameter(name) for name in names] for names in in_order]
+        return [
+            [model.get_parameter(name) for name in groups[number]]
+            for number in sorted(groups)
+        ]
     modules = [
         each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)
     ]
     if not modules:
-        line = "--freeze-backbone and --layer-decay: no layer is known"
-        raise ddpkit.UserError(f"{line}; return them from `layers` in model.py")
+        raise ddpkit.UserError(
+            "--freeze-backbone and --layer-decay: no layer is known; return them from `layers` in "
+            "model.py"
+        )
     head = list(modules[-1].parameters())
     of_head = set(head)
     others = [param for param in model.parameters() if param not in of_head]
@@ -91,8 +95,7 @@ def layers(model: nn.Module) -> list[list[nn.Parameter]]:
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     """Apply `model` in evaluation: float32 (N, 3, H, W), normalised -> logits (N, classes)."""
     # __call__ of a compiled one would compile again for each size
-    outputs = model.forward(images)
-    logits = ddpkit.to_logits(outputs)
+    logits = ddpkit.to_logits(model.forward(images))
     if args.hflip and args.tta:
         mirrored = model.forward(images.flip(-1))
         logits = (logits + ddpkit.to_logits(mirrored)) / 2

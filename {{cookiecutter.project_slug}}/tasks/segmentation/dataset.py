@@ -92,8 +92,9 @@ def build_datasets(
         data, args.fold, args.eval_only or "val", MEAN, STD
     )
     augment = ddpkit.parse_augment(AUGMENTATIONS, args.augment, train.format.channels)
-    transform = train_transform(args.image_size, augment, args.hflip)
-    train_set = SegmentationDataset(train, transform)
+    train_set = SegmentationDataset(
+        train, train_transform(args.image_size, augment, args.hflip)
+    )
     val_set = SegmentationDataset(val, val_transform)
     return train_set, val_set, classes
 

@@ -45,7 +45,7 @@ def build_model(
         module=torchvision.models.segmentation
     ):
         model = torchvision.models.get_model(
-            args.arch, num_classes=len(classes), weights=None, weights_backbone=None
+            args.arch, num_classes=len(classes), weights_backbone=None
         )
     else:
         model = smp.create_model(
@@ -63,12 +63,13 @@ def build_model(
 
 def layers(model: nn.Module) -> list[list[nn.Parameter]]:
     """Return the parameters of the encoder and the others, for the flags of layers."""
-    encoder = getattr(model, "encoder", None)
-    if encoder is None:
-        encoder = getattr(model, "backbone", None)  # torchvision's word
+    # torchvision's word is backbone
+    encoder = getattr(model, "encoder", getattr(model, "backbone", None))
     if not isinstance(encoder, nn.Module):
-        line = "--freeze-backbone and --layer-decay: the network has no attribute `encoder`"
-        raise ddpkit.UserError(f"{line}; return its layers from `layers` in model.py")
+        raise ddpkit.UserError(
+            "--freeze-backbone and --layer-decay: the network has no attribute `encoder`; return "
+            "its layers from `layers` in model.py"
+        )
     params = list(encoder.parameters())
     of_encoder = set(params)
     others = [param for param in model.parameters() if param not in of_encoder]
@@ -107,12 +108,11 @@ def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:
     is for per_class.csv and confusion.png, not for metrics.csv.
     """
     count = len(classes)
-    mean = MulticlassJaccardIndex(count, ignore_index=VOID)
     each = MulticlassJaccardIndex(
         count, ignore_index=VOID, average="none", zero_division=float("nan")
     )
     metrics: dict[str, Metric | MetricCollection] = {
-        "miou": mean,
+        "miou": MulticlassJaccardIndex(count, ignore_index=VOID),
         "iou": ClasswiseWrapper(each, list(classes), "iou_"),
         "matrix": MulticlassConfusionMatrix(count, ignore_index=VOID),
     }
