@@ -24,13 +24,15 @@ from ddpkit import files, launch, version
 from ddpkit.errors import print_error, print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.run.flags import Parser
+from ddpkit.vision.tools import arguments
 
-# By name, the module; they leave GPUs to those who need one.
+# By name, the module, and what checks their flags before torch is imported; they leave
+# GPUs to those who need one.
 ON_CPU = {
-    "check": "vision.tools.check",
-    "convert": "convert.command",
-    "export": "vision.tools.export",
-    "publish": "vision.tools.publish",
+    "check": ("vision.tools.check", arguments.parse_check),
+    "convert": ("convert.command", None),
+    "export": ("vision.tools.export", arguments.EXPORT.parse_args),
+    "publish": ("vision.tools.publish", arguments.PUBLISH.parse_args),
 }
 
 
@@ -98,8 +100,9 @@ def main() -> None:
         COMMANDS[name]()
     elif name in ON_CPU:
         os.environ[environment.GPUS] = ""  # before torch looks for them
-        ddpkit.before_imports()
-        ddpkit.run_main(importlib.import_module(f"ddpkit.{ON_CPU[name]}").main)
+        module, parse_args = ON_CPU[name]
+        ddpkit.before_imports(parse_args)
+        ddpkit.run_main(importlib.import_module(f"ddpkit.{module}").main)
     else:
         names = ", ".join((*ON_CPU, *COMMANDS, "launch"))
         raise ddpkit.UserError(f"python -m ddpkit {name}: use one of {names}")

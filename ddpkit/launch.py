@@ -48,6 +48,7 @@ from ddpkit.ranks import environment, process, protocol
 from ddpkit.ranks.environment import Nodes
 
 POLL = 0.05  # seconds between two looks at the ranks
+SUSPEND = getattr(signal, "SIGTSTP", signal.SIGINT)  # Windows has none
 HINTS = {
     "SIGKILL": ": out of memory?",
     "SIGABRT": ": if gloo has printed a line, ranks are in different collectives or shapes",
@@ -64,7 +65,7 @@ class Ranks:
         self.first_at = 0.0
         self.sent: set[int] = set()
         self.kill_at = math.inf
-        for signum in protocol.STOP_SIGNALS:
+        for signum in protocol.STOP_SIGNALS | {SUSPEND}:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, self.on_signal)
 
@@ -98,6 +99,8 @@ class Ranks:
             self.send(self.first)
 
     def on_signal(self, signum: int, _: object) -> None:
+        if signum == SUSPEND != signal.SIGINT:
+            return self.suspend()
         now = time.monotonic()
         # a terminal and a scheduler may both send the same one
         is_new = now > self.first_at + protocol.DUPLICATE_SECONDS
@@ -109,6 +112,14 @@ class Ranks:
             # Ctrl-C again: a rank may be held
             self.kill_at = min(self.kill_at, now + protocol.END_SECONDS)
         self.send(signum)
+
+    def suspend(self) -> None:
+        """On Ctrl-Z stop the ranks with this process, until it continues."""
+        began = time.monotonic()
+        self.pass_on(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.pass_on(signal.SIGCONT)
+        self.kill_at += time.monotonic() - began
 
     def send(self, signum: int) -> None:
         """Send a signal that ends the ranks, and wake those that SIGSTOP holds."""
@@ -231,8 +242,6 @@ def main(command: Sequence[str] = ()) -> int:
         os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
-    if nodes.number == 0:
-        print_line(f"starting {nodes.count * nodes.ranks} rank(s) ...", sys.stdout)
     ranks = Ranks(nodes)
     restarts = nodes.restarts
     private = tempfile.TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True)

@@ -5,7 +5,7 @@ import math
 import os
 from pathlib import Path
 
-from ddpkit.ranks import distributed, process
+from ddpkit.ranks import process
 
 # of a container: microseconds of CPU time per period
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -31,4 +31,4 @@ def cpu_share() -> int:
         dealt = int(os.environ.get("SLURM_CPUS_PER_TASK", 0))
         if count <= dealt:  # srun has divided them among the ranks
             return count
-    return max(1, count // distributed.local_world_size())
+    return max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -236,7 +237,32 @@ def count_gpus() -> int:
 
 def note_mistake() -> None:
     """Tell slurm/train.sbatch that another start would end alike; srun's status may not say it."""
+    _note("mistake")
+
+
+def note_checkpoint(folder: Path) -> None:
+    """Tell this batch job's later starts that `folder` has a checkpoint."""
+    _note(_saved(folder))
+
+
+def check_new(folder: Path) -> None:
+    """Raise a UserError if an earlier start of this batch job had a checkpoint in `folder`."""
+    with contextlib.suppress(OSError, KeyError):
+        before = Path(os.environ[protocol.JOB], _saved(folder)).read_text("utf-8")
+        raise UserError(
+            f"{folder}: this job has saved there on {before}, but there is no "
+            f"checkpoint on {node()}: use a folder that all nodes share, or submit a new job to "
+            "start over"
+        )
+
+
+def _saved(folder: Path) -> str:
+    return f"saved-{zlib.crc32(os.fsencode(os.path.abspath(folder))):08x}"
+
+
+def _note(name: str) -> None:
+    """Write this node into a file of the folder that slurm/train.sbatch keeps for its job."""
     folder = os.environ.get(protocol.JOB)
     if folder:
         with contextlib.suppress(OSError):
-            Path(folder, "mistake").touch()
+            Path(folder, name).write_text(node(), "utf-8")

@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -29,8 +30,13 @@ def install_handlers() -> None:
         # torchrun does not say its number; it is the parent.
         launcher = int(os.environ.get(protocol.LAUNCHER, os.getppid()))
         watch.end_with(signal.SIGTERM, launcher)
-    is_first = process.by_plain_torchrun() and os.environ["RANK"] == "0"
-    if is_first and "--help" not in sys.argv:
-        print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)
     if process.is_debugged():
         debugger.follow()
+
+
+@functools.cache  # in a process once
+def say_start() -> None:
+    """Print that the ranks start, once their flags are checked."""
+    is_rank = protocol.LAUNCHER in os.environ or process.by_plain_torchrun()
+    if is_rank and os.environ["RANK"] == "0":
+        print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)

@@ -75,7 +75,7 @@ ALL_ARRIVED = "arrived/{}/all"  # all are (the last; all)
 LAUNCH_ID = "DDP_LAUNCH_ID"
 LAUNCHER = "DDP_LAUNCHER"  # the process id of launch.sh, which becomes ddpkit/launch.py
 STORE = "DDP_STORE"  # the file of the store, if all ranks are on one node
-# a folder that slurm/train.sbatch keeps: what is a mistake
+# a folder that slurm/train.sbatch keeps: where it has saved, what is a mistake
 JOB = "DDP_JOB"
 # with F5: the process id of torchrun, or nothing
 DEBUGGED_LAUNCHER = "DDP_DEBUGGED_LAUNCHER"

@@ -7,20 +7,20 @@ import os
 import re
 import shlex
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpkit import files
 from ddpkit.errors import UserError, suggest
-from ddpkit.ranks import debugger
+from ddpkit.ranks import debugger, environment
 
 DEBUG_PORT = 5678  # of rank 0, which awaits a debugger there
 ALL_RANKS = -1  # in place of a list
 SCALAR = (str, int, float, Path)
 
-# What other programs call a flag, and what ours is called
-SYNONYMS = {
+# What there is here: by what name or value in other programs
+ELSEWHERE = {
     "--encoder": "--backbone",
     "--arch": "--model --net --network --backbone",
     "--lr": "--learning-rate --rate",
@@ -32,6 +32,12 @@ SYNONYMS = {
     "--resume": "--checkpoint --ckpt",
     "--eval-only": "--eval --evaluate --test --val --validate",
     "--amp": "--fp16 --bf16 --half --precision",
+    "@FILE reads flags from a file, such as --epochs 5": "--config --config-file --cfg --opts",
+    "./launch.sh takes all GPUs, CUDA_VISIBLE_DEVICES=0,1 ./launch.sh some of them, "
+    "CUDA_VISIBLE_DEVICES= ./launch.sh the CPU, NPROC=2 ./launch.sh so many processes": "--gpu "
+    "--gpus --num-gpus --device --devices --nproc --nproc-per-node",
+    "TensorBoard's files are always written": "tensorboard",
+    "images are mirrored unless --hflip is 0": "flip hflip fliplr mirror",
 }
 # flags that one kind of project has
 OF_TASKS = {
@@ -40,7 +46,6 @@ OF_TASKS = {
 }
 # Those of which a run is not another one
 OF_A_START = ("resume", "eval_only", "json", "local_rank", "dist_timeout", "debug")
-OF_LAUNCHERS = "--gpu --gpus --num-gpus --device --devices --nproc --nproc-per-node"
 
 
 class Help(
@@ -171,20 +176,27 @@ class Parser(argparse.ArgumentParser):
             return [ALL_RANKS], port
         return sorted({int(each) for each in match[1].split(",")}), port
 
-    def _hint(self, flag: str) -> str:
+    @staticmethod
+    def check_folder(folder: Path) -> None:
+        """Raise a UserError if it does not exist; not yet if other nodes, which may have it, wait.
+
+        These are told once all have met.
+        """
+        is_alone = os.environ.get("SLURM_STEP_NUM_NODES", "1") == "1"
+        if is_alone and not (folder.exists() or environment.has_other_nodes()):
+            raise UserError(f"{folder}: no such folder")
+
+    def _hint(self, word: str) -> str:
         known = self._option_string_actions
-        if flag in OF_LAUNCHERS.split():
-            return (
-                ": no such flag; ./launch.sh takes all GPUs, CUDA_VISIBLE_DEVICES=0,1 "
-                "./launch.sh some of them, NPROC=2 ./launch.sh so many processes"
-            )
+        flag = f"--{word.lstrip('-')}"
         for task, names in OF_TASKS.items():
             if flag in names.split():
                 return f": a flag of {task} projects"
-        for name, others in SYNONYMS.items():
-            if name in known and flag in others.split():
-                return f": no such flag; did you mean {name}?"
-        return f": no such flag{suggest(flag, known)}"
+        near = elsewhere(flag, known)
+        near = near or suggest(flag, [flag] if flag in known else known)
+        if word[:1] != "-" and not near:
+            return f": a value without its flag, as in --epochs {word}"
+        return f": no such flag{near}"
 
     # in place of argparse's own
     def _read_args_from_files(
@@ -208,10 +220,16 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments: "):  # of argparse
-            words = [word.partition("=")[0] for word in message.split()]
-            hints = [word + self._hint(word) for word in words if word[:2] == "--"]
-            message = "; ".join(hints) or message
+        # what argparse says, with what to type instead
+        what, _, rest = message.partition("arguments: ")
+        choice = re.search("invalid choice: '(.*?)'", message)
+        if what == "unrecognized ":
+            words = [re.split("[=:]", word)[0] for word in rest.split()]
+            unknown = [word for word in words if word[:1] == "-"] or words[:1]
+            message = "; ".join(word + self._hint(word) for word in unknown)
+        elif choice:
+            message += elsewhere(choice[1])
+        message = message.removeprefix("argument ")
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
@@ -224,6 +242,17 @@ class Parser(argparse.ArgumentParser):
             if name not in os.environ:
                 self.error(f"@FILE, line {arg_line!r}: the variable {name} is not set")
         return [os.path.expandvars(word) for word in words]
+
+
+def elsewhere(word: str, known: Container[str] = ()) -> str:
+    """Return what there is here, of the `known` flags or else, for another program's `word`."""
+    for here, words in ELSEWHERE.items():
+        if word in words.split():
+            if here in known:
+                return f"; did you mean {here}?"
+            if here[:2] != "--":
+                return f"; {here}"
+    return ""
 
 
 def at_home(text: Any) -> Any:

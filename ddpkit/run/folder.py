@@ -16,7 +16,7 @@ from torch import nn
 from ddpkit import files
 from ddpkit.data import normalizing
 from ddpkit.errors import UserError
-from ddpkit.ranks import distributed, explaining, process, protocol
+from ddpkit.ranks import distributed, environment, explaining, process, protocol
 from ddpkit.run import agreement, checkpoint
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign
 from ddpkit.run.file_names import OWN_FILES, SAVES, remove_images
@@ -81,7 +81,13 @@ class RunFolder:
                 explaining.asking.question = question
             state = self._search()
         # Nodes that do not share a disk may have found different ones, or none.
-        steps = distributed.gather_objects(state["step"] if state else -1)
+        mine = (state["step"], self.contains(state["path"])) if state else (-1, False)
+        ranks = distributed.gather_objects(mine)
+        steps = [step for step, _ in ranks]
+        if not any(is_own for _, is_own in ranks):
+            environment.check_new(self.path)
+        elif distributed.is_rank_zero():
+            environment.note_checkpoint(self.path)
         newest = max(steps)
         if min(steps) < newest:
             state = distributed.from_rank(steps.index(newest), lambda: state)
@@ -261,6 +267,7 @@ class RunFolder:
                     files.move(last, older)
         with contextlib.suppress(OSError):  # not every file system supports it
             files.sync(self.path)
+        environment.note_checkpoint(self.path)
 
 
 def read_newest(paths: Sequence[Path], read: Read) -> State:

@@ -29,9 +29,9 @@ def before_imports(
     """Have this process end quietly on Ctrl-C, and with its launcher; then check the flags.
 
     Call it before torch is imported, which takes seconds. Garbage is seldom collected until
-    `run_main`, which makes that a tenth faster. With `parse_args` it also sets, for a process of
-    srun's, RANK, LOCAL_RANK and the others that torchrun sets. needs: the least version of ddpkit,
-    of which the first number is that for which the script is written.
+    `run_main`, which makes that a tenth faster. If the flags have a `local_rank`, it also sets, for
+    a process of srun's, RANK, LOCAL_RANK and the others that torchrun sets. needs: the least
+    version of ddpkit, of which the first number is that for which the script is written.
 
         if __name__ == "__main__":
             ddpkit.before_imports(parse_args, needs="3.0")
@@ -40,8 +40,8 @@ def before_imports(
     install_handlers()
     try:
         check_itself(needs)
-        if parse_args:
-            parse_args()
+        flags = parse_args and parse_args()
+        if hasattr(flags, "local_rank"):  # it may be a rank, as predict.py is not
             environment.adopt()
     except UserError as error:
         with contextlib.suppress(UserError):
@@ -52,6 +52,7 @@ def before_imports(
             time.sleep(END_SECONDS)  # the launcher ends this rank
         environment.note_mistake()
         process.exit_now(MISTAKE)
+    handlers.say_start()
     if process.is_debugged():
         import_untraced()
 
@@ -113,6 +114,7 @@ def run_main(main: Callable[[], object]) -> None:
     from ddpkit.ranks import distributed, failures
 
     install_handlers()
+    handlers.say_start()
     gc.set_threshold(*THRESHOLDS)
     with failures.one_line_errors(loading.explain_loading, explain_network):
         main()

@@ -12,6 +12,7 @@ from torchvision.transforms import v2
 
 from ddpkit.data.samples import as_tensor
 from ddpkit.errors import UserError
+from ddpkit.run.flags import elsewhere
 from ddpkit.vision.images import Box, LazyImage
 
 OF_COLORS = (v2.TrivialAugmentWide, v2.RandAugment, v2.ColorJitter, v2.RandomGrayscale)
@@ -172,7 +173,8 @@ def parse_augment(
             continue
         if name not in table:
             known = list(table) + list(others)
-            raise UserError(f"--augment {name}: is none of {', '.join(known)}")
+            names = ", ".join(known) + elsewhere(name)
+            raise UserError(f"--augment {name}: is none of {names}")
         if isinstance(table[name], OF_COLORS) and channels not in (None, 1, 3):
             raise UserError(f"--augment {name}: takes 1 or 3 channels, not {channels}")
         found.append(table[name])

@@ -193,8 +193,10 @@ class Reporter:
         )
         distributed.print0(
             f"{source.total} training + {val}{source.steps} steps per epoch"
-            f"{left_out(source)}"
         )
+        skipped = left_out(source)
+        if skipped:
+            distributed.print0(skipped)
         amp = f" | amp {run.flags['amp']}" if "amp" in run.flags else ""
         jpeg = images.decoder()
         distributed.print0(
@@ -500,7 +502,7 @@ def left_out(source: TrainSampler | OtherSource) -> str:
     # by weights some images are drawn again, and others are not
     if not count or getattr(source, "cumulated", None) is not None:
         return ""
-    line = f"; each epoch leaves out {count} image(s), others each time: too few for a step"
+    line = f"drop_last: {count} images skipped per epoch (different ones each time)"
     if count > MOST_LEFT_OUT * source.total:
         line += ", so try a smaller --batch-size"
     return line

@@ -1,6 +1,7 @@
 """The variables of launchers: each start is the right group, or one line that tells the remedy."""
 
 import os
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -214,3 +215,17 @@ def test_a_batch_script_without_srun(project, few, tmp_path):
     ):
         done.refused("environment.check_alone", SRUN)
     project.run(few, "--workers", 0, script="ddpkit check", on=1, patch=batch).ok()
+
+
+def test_a_batch_job_without_a_shared_disk(project, few, tmp_path):
+    """What it has saved is not there at its next start: it does not begin anew."""
+    out = tmp_path / "out"
+
+    def batch() -> None:
+        os.environ["DDP_JOB"] = str(tmp_path)
+
+    project.train(few, out, patch=batch).ok()
+    shutil.rmtree(out)
+    project.train(few, out, patch=batch).refused("environment.check_new", out)
+    assert not list(out.glob("*.pt"))
+    assert (tmp_path / "mistake").exists()

@@ -92,10 +92,16 @@ OTHER_WORDS = {
         "--model vgg11 --learning-rate 1": "did you mean --arch?; --learning-rate: no such "
         "flag; did you mean --lr? (",
         "--backbone vgg11": "did you mean --arch? (",
-        "--gpus 0": "CUDA_VISIBLE_DEVICES=0,1 ./launch.sh some of them, NPROC=2 ./launch.sh",
+        "--gpus 0": "CUDA_VISIBLE_DEVICES=0,1 ./launch.sh some of them, ",
         "--loss dice": "--loss: a flag of segmentation projects (",
         "--qwxz": "--qwxz: no such flag (",
-        "epochs=5": "unrecognized arguments: epochs=5 (",
+        "epochs=5": "epochs: no such flag; did you mean --epochs? (",
+        "5": "5: a value without its flag, as in --epochs 5 (",
+        "-epochs 5": "-epochs: no such flag; did you mean --epochs? (",
+        "--config conf.yaml": "--config: no such flag; @FILE reads flags from a file",
+        "--device cpu": "CUDA_VISIBLE_DEVICES= ./launch.sh the CPU",
+        "--tracker tensorboard": "TensorBoard's files are always written (",
+        "--data nowhere": "nowhere: no such folder",
         "--json": "--json needs --eval-only (",
     },
     "segmentation": {
@@ -114,8 +120,14 @@ def test_flags_that_do_not_exist(project):
         from flags import parse_args
 
         for words, line in OTHER_WORDS[project.task].items():
-            with refusal("flags.error", line):
+            function = "check_folder" if "--data" in words else "error"
+            with refusal(f"flags.{function}", line):
                 parse_args(words.split())
+        Path("conf.yaml").write_text("epochs: 5\nlr: 0.1\n")
+        with refusal("flags.error", "epochs: no such flag; did you mean --epochs?"):
+            parse_args(["@conf.yaml"])
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        parse_args(["--data", "nowhere"])  # another node waits to be told
 
     project.here(check).ok()
 
@@ -158,9 +170,9 @@ def test_flags_of_the_tasks():
     one, two = own.values()
     found = {task: set(names.split()) for task, names in flags.OF_TASKS.items()}
     assert found == dict(zip(TASKS, (one - two, two - one), strict=True))
-    others = {word for text in flags.SYNONYMS.values() for word in text.split()}
-    others |= set(flags.OF_LAUNCHERS.split())
-    assert flags.SYNONYMS.keys() <= one | two
+    others = {word for text in flags.ELSEWHERE.values() for word in text.split()}
+    named = {here for here in flags.ELSEWHERE if here.startswith("--")}
+    assert named <= one | two
     assert not others & (one | two)
 
 

@@ -5,6 +5,7 @@ import importlib
 import itertools
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -342,3 +343,23 @@ def test_what_rank_zero_does_alone():
         os._exit(0)
     with pytest.raises(dist.DistNetworkError, match="rank 1 has ended"):
         distributed.teardown()
+
+
+@on_ranks(2, group=False)
+def test_a_store_that_is_cleaned_away(tmp_path):
+    """The ranks hold the file open, and so go on."""
+    folder = tmp_path / "private"
+    folder.mkdir(0o700, exist_ok=True)
+    os.environ[protocol.STORE] = str(folder / "store")
+    with failures.one_line_errors():
+        setup(timeout=30)
+        distributed.store().set(f"key {distributed.rank()}", "1")
+        distributed.barrier()
+        if distributed.is_rank_zero():
+            shutil.rmtree(folder)
+            distributed.store().set("meanwhile", "1")
+        distributed.barrier()
+        keys = ["key 0", "key 1", "meanwhile"]
+        assert distributed.await_keys(keys, 20)
+        assert list(distributed.store().multi_get(keys)) == [b"1"] * 3
+        assert not folder.exists()

@@ -44,11 +44,13 @@ def test_lines_of_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     lines = said.splitlines()
     (about,) = [line for line in lines if "steps per epoch" in line]
     numbers = re.fullmatch(
-        r"(\d+) training \+ \d+ validation images \| (\d+) steps per epoch; each epoch leaves out "
-        r"(\d+) image\(s\), others each time: too few for a step",
+        r"(\d+) training \+ \d+ validation images \| (\d+) steps per epoch",
         about,
     )
-    total, steps, left = map(int, numbers.groups())
+    skipped = lines[lines.index(about) + 1]
+    text = r"drop_last: (\d+) images skipped per epoch \(different ones each time\)"
+    left = int(re.fullmatch(text, skipped)[1])
+    total, steps = map(int, numbers.groups())
     assert total == 8 * steps + left
     assert left > 0
     networks = [line for line in lines if " parameters" in line]

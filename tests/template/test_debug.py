@@ -281,7 +281,7 @@ def test_a_wrong_flag(own: Project, name: str) -> None:
         assert not generated.left(30)
         debugger.wait(lambda: all(each.ended for each in debugger.sessions), "the end")
         lines = debugger.text.split("\n")
-        error = "error: argument --epochs: -3 is not an integer of 1 or more"
+        error = "error: --epochs: -3 is not an integer of 1 or more"
         assert [line.startswith(error) for line in lines].count(True) == 1
         others = {line for line in lines if not line.startswith(error)}
         assert others <= {"", "starting 2 rank(s) ..."}

@@ -299,8 +299,12 @@ def test_a_run_loads_no_tool(project: Project, few: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("task", TASKS)
 def test_flags_without_torch(task: str, tmp_path: Path) -> None:
-    """The help fits on two screens; a wrong flag is said once. Both before torch is imported."""
-    for path in (FOLDER / "main.py", FOLDER / "tasks" / task / "flags.py"):
+    """The help fits on two screens; a wrong flag is said once. Both before torch is imported.
+
+    So do predict.py and the commands of ddpkit, also in a job of several nodes.
+    """
+    own = FOLDER / "tasks" / task
+    for path in (FOLDER / "main.py", own / "flags.py", own / "predict.py"):
         shutil.copy(path, tmp_path)
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
     (tmp_path / "ddpkit").symlink_to(ROOT / "ddpkit")
@@ -325,3 +329,25 @@ def test_flags_without_torch(task: str, tmp_path: Path) -> None:
     assert second.status == 2
     assert second.out == ""
     assert (tmp_path / "mistake").exists()
+
+    ddpkit = ("-m", "ddpkit")
+    for words, line in {
+        ("main.py", "--data", "nowhere"): "nowhere: no such folder",
+        ("predict.py",): "required: FILES|FOLDER",
+        ("predict.py", "a.png", "--chekpoint", "b.pt"): "did you mean --checkpoint?",
+        (*ddpkit, "chek"): "use one of check, ",
+        (*ddpkit, "check"): "required: DIR",
+        (*ddpkit, "check", "nowhere"): "nowhere: no such folder",
+        (*ddpkit, "check", ".", "--epoch", "3"): "did you mean --epochs?",
+        (*ddpkit, "export", "--chekpoint", "b.pt"): "did you mean --checkpoint?",
+        (*ddpkit, "publish", "--license"): "--license: expected one argument",
+        (*ddpkit, "where"): "no run has written there",
+        (*ddpkit, "copy"): "is there already",
+    }.items():
+        done = Command([sys.executable, *words], tmp_path, NNODES="2").end()
+        assert done.status == 2, done
+        assert line in done.err
+        assert done.err.count("\n") == 1
+    for words in ((*ddpkit,), ("predict.py", "--help"), (*ddpkit, "check", "--help")):
+        done = Command([sys.executable, *words], tmp_path).end().ok()
+        assert " DIR" in done.out

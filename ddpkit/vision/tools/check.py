@@ -1,14 +1,6 @@
 """Check a data set before training: python -m ddpkit check DIR [main.py's flags]
 
-Reads every file once, and prints what is in them and all that is wrong with them. Draws check.png:
-a dozen training images with their classes, or tinted by their masks, and beside each what
-dataset.py makes of it, with the flags of main.py that follow DIR, such as --augment rotation.
-
-The exit status is 1 if there are errors: files that cannot be read, images without masks and masks
-without images, sizes that differ, values that are no class, images that need another value_range in
-data.json, or that are in two of train, val and test, as groups may be, or have two labels; not for
-warnings: images that come twice in a part, or that EXIF turns beside their masks.
-Whatever else training refuses is told in one line, with status 2.
+arguments.py says what it does and takes.
 """
 
 import contextlib
@@ -38,8 +30,6 @@ from ddpkit.data.format import NAME, Format, read_format, write_format
 from ddpkit.data.samples import MapDataset
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
-from ddpkit.ranks.cpus import cpus
-from ddpkit.run.flags import Parser
 from ddpkit.vision import folders, lists
 from ddpkit.vision.masks import (
     VOID,
@@ -50,6 +40,7 @@ from ddpkit.vision.masks import (
     read_classes,
     unnamed,
 )
+from ddpkit.vision.tools import arguments
 from ddpkit.vision.tools.check_picture import draw_check
 
 PARTS = ("train", "val", "test")
@@ -289,36 +280,8 @@ class Survey:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="python -m ddpkit check", description=__doc__)
-    add = parser.add_argument
-    add("data", metavar="DIR", type=Path, help="as --data of main.py")
-    add(
-        "--workers",
-        type=parser.at_least(0),
-        default=cpus(),
-        help="processes that read",
-    )
-    add(
-        "--write",
-        action="store_true",
-        help="write what the report proposes for DIR/data.json",
-    )
-    add(
-        "--skip-broken",
-        action="store_true",
-        help="if images are broken, write lists without them: DIR/train.csv and others",
-    )
-    add(
-        "--picture",
-        type=Path,
-        default="check.png",
-        metavar="PATH",
-        help="what to draw",
-    )
-    given, flags = parser.parse_known_args(argv)
+    given, args = arguments.parse_check(argv)
     root = given.data
-    # a mistake in them shows before all files are read
-    args = process.own("flags").parse_args(["--data", str(root), *flags])
     format = read_format(root)
     torch.set_num_threads(1)  # as in a loader worker
     # the project's code may ask its group

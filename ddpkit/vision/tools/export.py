@@ -1,11 +1,6 @@
 """Export a network: python -m ddpkit export --checkpoint best.pt --output DIR [--data DIR]
 
-Writes DIR/model.onnx, which returns what `infer` in model.py does.
-Input: `images`, uint8 (N, 3, H, W), RGB, normalised inside; with "channels" in data.json float32
-(N, channels, H, W), 0 to 1, normalised inside; of another data set with floats those, as they are.
-Output: `logits`, float32. N is free; in segmentation H and W, too: 64 and larger multiples of 32
-(pad at the right and below). The file holds, as JSON, classes, colors, arch, size, multiple_of,
-channels, value_range, mean and std. It appears if it returns what the network does.
+arguments.py says what it does and takes.
 """
 
 import contextlib
@@ -32,9 +27,9 @@ from ddpkit.data.format import Format
 from ddpkit.data.samples import Key, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
-from ddpkit.run.flags import Parser
 from ddpkit.run.outputs import to_logits
 from ddpkit.vision.predicting import open_model
+from ddpkit.vision.tools import arguments
 
 TOLERANCE = 1e-3  # how far logits may differ, as a share of the largest (at least 1)
 Infer = Callable[[nn.Module, Tensor], object]
@@ -60,28 +55,7 @@ class Network(nn.Module):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="python -m ddpkit export", description=__doc__)
-    add = parser.add_argument
-    add(
-        "--checkpoint",
-        metavar="FILE",
-        default="runs/default/best.pt",
-        help="of the network",
-    )
-    add(
-        "--output",
-        metavar="DIR",
-        type=Path,
-        default="exported",
-        help="for model.onnx",
-    )
-    add(
-        "--data",
-        metavar="DIR",
-        type=Path,
-        help="compare on its images (default: as in training)",
-    )
-    given = parser.parse_args(argv)
+    given = arguments.EXPORT.parse_args(argv)
     tools = ("onnx", "onnxscript", "onnxruntime")
     missing = [name for name in tools if not importlib.util.find_spec(name)]
     if missing:

@@ -1,9 +1,6 @@
 """Publish a network on the Hugging Face hub: python -m ddpkit publish --repo USER/NAME
 
-Writes README.md, a model card, to --output, with the checkpoint and what lies beside it: args.json,
-metrics.csv, per_class.csv and images. Of the paths of this machine, as in flags, only the last name
-is written. Pushes them to the model USER/NAME, which is made if it is not there; without --repo
-pushes nothing.
+arguments.py says what it does and takes.
 """
 
 import csv
@@ -23,9 +20,10 @@ from ddpkit.errors import UserError, escape, reason_of
 from ddpkit.ranks import process
 from ddpkit.run import checkpoint
 from ddpkit.run.file_names import SHOWN
-from ddpkit.run.flags import OF_A_START, Parser
+from ddpkit.run.flags import OF_A_START
 from ddpkit.run.states import State
 from ddpkit.vision.rows import OF_TUNING, number_in, only_numbers, recorded_rows
+from ddpkit.vision.tools import arguments
 
 NEEDED = ["args.json", "metrics.csv"]
 # A path that begins at the root, at home or above, with all that follows: it may have
@@ -35,32 +33,7 @@ MARKUP = re.compile(r"[\\`*_{}\[\]<>|~&$!#]")  # of Markdown
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="python -m ddpkit publish", description=__doc__)
-    add = parser.add_argument
-    add(
-        "--checkpoint",
-        metavar="FILE",
-        type=Path,
-        default="runs/default/best.pt",
-        help="of a run",
-    )
-    add(
-        "--output",
-        metavar="DIR",
-        type=Path,
-        default="published",
-        help="folder to write",
-    )
-    add("--repo", metavar="USER/NAME", help="model on the hub to push to")
-    add(
-        "--private",
-        action="store_true",
-        help="if the model is made, hide it from others",
-    )
-    add(
-        "--license", metavar="NAME", default="unknown", help="such as mit or apache-2.0"
-    )
-    given = parser.parse_args(argv)
+    given = arguments.PUBLISH.parse_args(argv)
     if not importlib.util.find_spec("huggingface_hub"):
         raise UserError(
             "publish needs one more package: python -m pip install huggingface_hub"
@@ -213,9 +186,11 @@ In the project that trained it, `python predict.py FILES --checkpoint {path.name
 def used_flags(used: dict[str, object]) -> list[str]:
     """Return the words of the flags that are not as by default, but for where the run was."""
     words = []
+    given = {}
     if used.get("data"):
-        words = ["--data", Path(str(used["data"])).name]
-    defaults = vars(process.own("flags").parse_args(words))
+        given = {"data": Path(str(used["data"])).name}
+        words = ["--data", given["data"]]
+    defaults = vars(process.own("flags").parse_args([], given))
     for name, value in used.items():
         if name in ("data", "output_dir", *OF_A_START):
             continue

@@ -21,16 +21,17 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     """Return the flags; `defaults`, such as the "args" of a checkpoint, stand for those not given."""
     parser = argparse.ArgumentParser(usage="%(prog)s [FLAGS] [@FILE]", description="Train a network for classification; README.md explains.", epilog="@FILE reads flags from a file.")
     # Types, beside int, float, str and Path: what is out of bounds is refused.
-    count = ddpkit.Parser.at_least(0)
-    positive = ddpkit.Parser.at_least(1)
-    rate = ddpkit.Parser.at_least(0, float)
-    share = ddpkit.Parser.at_least(0, float, below=1)
-    part = ddpkit.Parser.at_least(0.01, float, most=1)
+    types = ddpkit.Parser
+    count = types.at_least(0)
+    positive = types.at_least(1)
+    rate = types.at_least(0, float)
+    share = types.at_least(0, float, below=1)
+    part = types.at_least(0.01, float, most=1)
 
     group = parser.add_argument_group("data, network and run")
     group.add_argument("--data", type=Path, metavar="DIR", help="folder with train/ and val/ (default: the demo set, with its own --epochs and sizes)")
     group.add_argument("--output-dir", type=Path, default=ROOT / "runs/default", metavar="DIR", help="checkpoints, metrics and plots")
-    group.add_argument("--fold", type=ddpkit.Parser.fold, metavar="N/K", help="validate on part N of K of the training set instead of val, train on the others")
+    group.add_argument("--fold", type=types.fold, metavar="N/K", help="validate on part N of K of the training set instead of val, train on the others")
     group.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="auto: continue from last.pt; never: delete the run, start over; or a checkpoint")
     group.add_argument("--eval-only", nargs="?", const="val", choices=("val", "test"), help="evaluate best.pt, or --resume PATH, and print a table; test: on DIR/test or DIR/test.csv")
     group.add_argument("--json", action="store_true", help="with --eval-only: print one line of JSON in place of the table")
@@ -62,7 +63,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
 
     group = parser.add_argument_group("loss and images")
     group.add_argument("--label-smoothing", type=share, default=0.0, metavar="SHARE", help="of each label, divided among all classes")
-    group.add_argument("--class-weights", type=ddpkit.Parser.class_weights, metavar="auto|A,B,...", help="of the classes in the loss; auto: from their shares of the labels")
+    group.add_argument("--class-weights", type=types.class_weights, metavar="auto|A,B,...", help="of the classes in the loss; auto: from their shares of the labels")
     group.add_argument("--hflip", type=share, default=0.5, metavar="SHARE", help="of training images that are mirrored; 0 if left and right matter, as in digits and text")
     group.add_argument("--augment", default="", metavar="NAME,...", help="of trivial, rand, color, grey, rotation, vflip, erasing, mixup, cutmix")
     group.add_argument("--crop-scale", type=part, default=0.25, metavar="SHARE", help="smallest training crop, as a share of the image; 1: whole images, always")
@@ -78,18 +79,21 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group = parser.add_argument_group("ranks")
     group.add_argument("--local-rank", "--local_rank", type=count, default=os.environ.get("LOCAL_RANK", "0"), metavar="NUMBER", help="number of this process on its node, and of its GPU; the launcher sets it")
     group.add_argument("--dist-timeout", type=positive, default=600, metavar="SECONDS", help="how long a rank waits for the others; a week while debugging")
-    group.add_argument("--debug", "--debug-rank", nargs="?", type=ddpkit.Parser.ranks, const="all", metavar="R[,R...][:PORT]", help="ranks that await a debugger, or all of them, at port 5678 + the first")
+    group.add_argument("--debug", "--debug-rank", nargs="?", type=types.ranks, const="all", metavar="R[,R...][:PORT]", help="ranks that await a debugger, or all of them, at port 5678 + the first")
     parser.set_defaults(several_labels=False, crop=0.875)  # of the data and of the network
 
     # The same flags, read by ddpkit: @FILE, ~, and a mistake in one line with the nearest name.
     parser = ddpkit.Parser(parser)
     parser.set_defaults(**defaults or {})
     args = parser.parse_args(argv)
-    if args.json and not args.eval_only and not defaults:
-        parser.error("--json needs --eval-only")
-    if not args.data and not defaults:
-        parser.set_defaults(**DEMO)
-        args = parser.parse_args(argv)
+    if not defaults:
+        if args.json and not args.eval_only:
+            parser.error("--json needs --eval-only")
+        if args.data:
+            parser.check_folder(args.data)
+        else:
+            parser.set_defaults(**DEMO)
+            args = parser.parse_args(argv)
     is_sgd = args.optimizer == "sgd"
     if args.lr is None:
         args.lr = 0.1 if is_sgd else 0.001

@@ -10,31 +10,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ddpkit
+from flags import ROOT, parse_args
+
+parser = ddpkit.Parser(description=__doc__)
+parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
+parser.add_argument(
+    "--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt"
+)
+parser.add_argument("--output", metavar="DIR", type=Path, default="predictions")
+parser.add_argument(
+    "--tta", action="store_true", help="mirrored images, too, if trained with them"
+)
+parser.add_argument("--threshold", type=parser.at_least(0, float), default=0.5,
+    help="of the probability of a label, if images have several")  # fmt: skip
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    ddpkit.before_imports()
+    ddpkit.before_imports(parser.parse_args)
 
 import torch
 
 from dataset import val_transform
-from flags import parse_args
 from model import build_model, infer
-
-BEST = Path(__file__).resolve().parent / "runs/default/best.pt"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = ddpkit.Parser(description=__doc__)
-    parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
-    parser.add_argument("--checkpoint", metavar="FILE", default=BEST)
-    parser.add_argument(
-        "--output", metavar="DIR", type=Path, default=Path("predictions")
-    )
-    parser.add_argument(
-        "--tta", action="store_true", help="mirrored images, too, if trained with them"
-    )
-    parser.add_argument("--threshold", type=ddpkit.Parser.at_least(0, float), default=0.5,
-        help="of the probability of a label, if images have several")  # fmt: skip
     given = parser.parse_args(argv)
     job = ddpkit.Predictor(
         given.checkpoint, given.inputs, build_model, parse_args, given.output

@@ -10,33 +10,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ddpkit
+from flags import ROOT, parse_args
+
+parser = ddpkit.Parser(description=__doc__)
+parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
+parser.add_argument(
+    "--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt"
+)
+parser.add_argument("--output", metavar="DIR", type=Path, default="predictions")
+parser.add_argument("--tile", type=parser.at_least(0), help="default: as in training")
+parser.add_argument(
+    "--tta", action="store_true", help="mirrored images, too, if trained with them"
+)
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    ddpkit.before_imports()
+    ddpkit.before_imports(parser.parse_args)
 
 import torch
 from torch import Tensor
 
 from dataset import STRIDE, pad
-from flags import parse_args
 from model import build_model, infer
-
-BEST = Path(__file__).resolve().parent / "runs/default/best.pt"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = ddpkit.Parser(description=__doc__)
-    parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
-    parser.add_argument("--checkpoint", metavar="FILE", default=BEST)
-    parser.add_argument(
-        "--output", metavar="DIR", type=Path, default=Path("predictions")
-    )
-    parser.add_argument(
-        "--tile", type=ddpkit.Parser.at_least(0), help="default: as in training"
-    )
-    parser.add_argument(
-        "--tta", action="store_true", help="mirrored images, too, if trained with them"
-    )
     given = parser.parse_args(argv)
     job = ddpkit.Predictor(
         given.checkpoint, given.inputs, build_model, parse_args, given.output
@@ -48,17 +45,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     @torch.inference_mode()
     def predict(part: Tensor) -> Tensor:
-        images = job.normalize(part)
-        logits = infer(job.model, images, args)
+        logits = infer(job.model, job.normalize(part), args)
         # of each tile: logits of a whole image may need more memory than there is
         return logits.argmax(1, keepdim=True)
 
     with job.masks(given.output) as write:
         for path, image in job.images():
-            padded = pad(image, 0)[None]
-            masks = ddpkit.sliding_window(predict, padded, args.tile, STRIDE)
-            mask = masks[0, 0].byte().cpu()
-            write(path, image, mask)
+            masks = ddpkit.sliding_window(
+                predict, pad(image, 0)[None], args.tile, STRIDE
+            )
+            write(path, image, masks[0, 0].byte().cpu())
 
 
 if __name__ == "__main__":
