@@ -322,7 +322,7 @@ class Reporter:
             "data_wait": waited / seconds,
         }
         if not math.isnan(peak):  # which it is on a CPU
-            columns["peak_memory"] = peak / failures.GIB
+            columns["peak_memory"] = peak / 2**30  # GiB
         return columns
 
     def log_epoch(self, row: Row, is_best: bool = False) -> None:
