@@ -182,3 +182,40 @@ def test_pages_that_quote_the_code(
     assert quoting.main() == 0
     makefile = (ROOT / "Makefile").read_text()
     assert {"test: pages", "check: pages"} <= set(makefile.splitlines())
+
+
+# What people type into a search, and the page that is meant.
+SOUGHT = """
+common-edits: oversampling, lora, knowledge distillation, grad-cam
+recipes: class imbalance, hyperparameter search, early stopping, mixed precision, gradient accumulation, gradient clipping, learning rate schedule, data augmentation, batch size, wandb, out of memory
+virtual-ranks: reproducibility
+fine-tuning: transfer learning, fine-tuning, finetune, freeze, backbone, pretrained weights
+many-nodes: multi-node, slurm
+own-data: k-fold, stratified, custom dataset, multi-label
+library: conda
+what-survives: checkpoint, resume, fault tolerance, preemption
+output: tensorboard, confusion matrix, csv
+poor-results: overfitting
+export: onnx, quantization
+unusual-images: multispectral, 16-bit
+launchers: torchrun, kubernetes
+when-it-hangs: deadlock, nccl timeout
+debugging: breakpoint, launch.json
+labels: coco, yolo
+tested: support matrix
+api/index: api reference
+speed: data loading
+"""
+
+
+def test_words_that_people_search_for() -> None:
+    """Each is in a heading of its page, or in what comes before the first section."""
+    missing = []
+    for line in SOUGHT.strip().splitlines():
+        page, _, words = line.partition(": ")
+        text = (ROOT / "docs" / f"{page}.md").read_text().lower()
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        headings = re.findall(r"^#+ .*$", prose, re.M)
+        seen = "\n".join([prose.split("\n## ")[0], *headings])
+        missing += [(page, word) for word in words.split(", ") if word not in seen]
+    assert not missing
