@@ -67,7 +67,10 @@ def flags_of(script: str, task: str) -> set[str]:
         "predict.py": (folder / "predict.py",),
         "ddpkit where": (kit / "__main__.py",),
         "ddpkit convert": (kit / "convert/command.py",),
-    }.get(script) or (kit / "vision/tools" / f"{script.split()[-1]}.py",)
+    }.get(script) or [
+        kit / "vision/tools" / f"{name}.py"
+        for name in ("arguments", script.split()[-1])
+    ]
     text = "\n".join(file.read_text() for file in files)
     return {"--help", "--debug", "--debug-rank", *FLAG.findall(text)}
 
@@ -187,7 +190,9 @@ def test_pages_that_quote_the_code(
 # What people type into a search, and the page that is meant.
 SOUGHT = """
 common-edits: oversampling, lora, knowledge distillation, grad-cam
-recipes: class imbalance, hyperparameter search, early stopping, mixed precision, gradient accumulation, gradient clipping, learning rate schedule, data augmentation, batch size, wandb, out of memory
+recipes: class imbalance, hyperparameter search, early stopping, mixed precision, wandb
+recipes: gradient accumulation, gradient clipping, learning rate schedule, data augmentation
+recipes: batch size, out of memory
 virtual-ranks: reproducibility
 fine-tuning: transfer learning, fine-tuning, finetune, freeze, backbone, pretrained weights
 many-nodes: multi-node, slurm

@@ -29,7 +29,7 @@ FLAGS = {
     "--max-restarts --master-port --log-dir --tee --numa-binding",
     "SLURM": "--array --cpus-per-task --exclude --gpus-per-node --gpus-per-task "
     "--kill-on-bad-exit --nodes --ntasks-per-node --signal",
-    "docker": "--gpus --ipc --pids-limit --shm-size",
+    "docker": "--gpus --ipc --pids-limit",
     "TensorBoard": "--logdir",
     "mpirun": "--bind-to",
     "TensorRT": "--fp16 --int8 --onnx --saveEngine",
