@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ddpkit import files
 from ddpkit.errors import UserError, suggest
-from ddpkit.ranks import debugger, environment
+from ddpkit.ranks import debugger
 
 DEBUG_PORT = 5678  # of rank 0, which awaits a debugger there
 ALL_RANKS = -1  # in place of a list
@@ -175,16 +175,6 @@ class Parser(argparse.ArgumentParser):
         if match[1] == "all":
             return [ALL_RANKS], port
         return sorted({int(each) for each in match[1].split(",")}), port
-
-    @staticmethod
-    def check_folder(folder: Path) -> None:
-        """Raise a UserError if it does not exist; not yet if other nodes, which may have it, wait.
-
-        These are told once all have met.
-        """
-        is_alone = os.environ.get("SLURM_STEP_NUM_NODES", "1") == "1"
-        if is_alone and not (folder.exists() or environment.has_other_nodes()):
-            raise UserError(f"{folder}: no such folder")
 
     def _hint(self, word: str) -> str:
         known = self._option_string_actions

@@ -50,7 +50,7 @@ class Exact:
         except (OverflowError, ValueError):
             self.lost += number
 
-    def read(self) -> Fraction:
+    def finite_sum(self) -> Fraction:
         """Return the sum of the finite numbers; waits for the device."""
         self._join()
         for numbers in self.pending:
@@ -60,7 +60,7 @@ class Exact:
         return self.total
 
     def __float__(self) -> float:
-        return float(self.read()) + self.lost
+        return float(self.finite_sum()) + self.lost
 
 
 Rows = dict[str, tuple[Exact, Exact]]
@@ -122,7 +122,7 @@ class Sums:
     def of_ranks(self) -> list[Rows]:
         """Return the rows of all ranks, read from the device; all have to call it."""
         for column in itertools.chain(*self.rows.values()):
-            column.read()
+            column.finite_sum()
         return distributed.gather_objects(self.rows)
 
     def resume(self, state: State) -> None:

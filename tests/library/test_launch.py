@@ -125,11 +125,14 @@ def test_wrong_environment(project, tmp_path):
 
 
 def test_a_mistake_is_not_repeated(project, tmp_path):
-    """Under MAX_RESTARTS; and the ranks say it once, and nothing else."""
+    """Under MAX_RESTARTS; and the ranks say it once, of a flag nothing else."""
     words = project.flags(Path("/nowhere"), tmp_path)
-    done = project.launch(words, MAX_RESTARTS="3").end()
+    project.launch(words, MAX_RESTARTS="3").end().refused(
+        "places.inner_folders", "/nowhere"
+    )
+    done = project.launch("--epochs", "none", MAX_RESTARTS="3").end()
     assert done.out == ""
-    done.refused("flags.check_folder", "/nowhere")
+    done.refused("flags.error", "--epochs")
 
 
 def test_runs_of_one_node_side_by_side(tmp_path):

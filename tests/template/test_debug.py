@@ -333,7 +333,7 @@ def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, who: str) -
         assert not generated.left(30)
         lines = debugger.text.splitlines()
         last = lines[-1]
-        assert lines[0] == f"starting {ranks} rank(s) ..."
+        assert lines.count(f"starting {ranks} rank(s) ...") == 1
         assert error in last
         assert ("AssertionError: " if is_own else "error: ") in last
         assert debugger.text.count("Traceback") == is_own
@@ -489,7 +489,7 @@ def test_debug_in_a_terminal_without_debugpy(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("BUNDLED_DEBUGPY_PATH", raising=False)
     monkeypatch.delenv("TERM_PROGRAM", raising=False)
     with pytest.raises(
-        ddpkit.UserError, match="--debug: python -m pip install debugpy"
+        ddpkit.UserError, match="--debug: no debugpy: python -m pip install debugpy"
     ):
         ddpkit.Parser.ranks("all")
     monkeypatch.setenv("TERM_PROGRAM", "vscode")

@@ -199,6 +199,7 @@ def test_the_core_needs_torch_and_numpy_alone() -> None:
     script = """
         import importlib, importlib.metadata, pathlib, sys
         import numpy.random, torch.utils.data
+        torch.use_deterministic_algorithms(True)  # imports what it needs itself
         before = {name.partition(".")[0] for name in sys.modules}
         root = pathlib.Path("ddpkit")
         for path in sorted(root.rglob("*.py")):
@@ -332,12 +333,10 @@ def test_flags_without_torch(task: str, tmp_path: Path) -> None:
 
     ddpkit = ("-m", "ddpkit")
     for words, line in {
-        ("main.py", "--data", "nowhere"): "nowhere: no such folder",
         ("predict.py",): "required: FILES|FOLDER",
         ("predict.py", "a.png", "--chekpoint", "b.pt"): "did you mean --checkpoint?",
         (*ddpkit, "chek"): "use one of check, ",
         (*ddpkit, "check"): "required: DIR",
-        (*ddpkit, "check", "nowhere"): "nowhere: no such folder",
         (*ddpkit, "check", ".", "--epoch", "3"): "did you mean --epochs?",
         (*ddpkit, "export", "--chekpoint", "b.pt"): "did you mean --checkpoint?",
         (*ddpkit, "publish", "--license"): "--license: expected one argument",

@@ -89,9 +89,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     if not defaults:
         if args.json and not args.eval_only:
             parser.error("--json needs --eval-only")
-        if args.data:
-            parser.check_folder(args.data)
-        else:
+        if not args.data:
             parser.set_defaults(**DEMO)
             args = parser.parse_args(argv)
     is_sgd = args.optimizer == "sgd"
