@@ -38,6 +38,7 @@ ENDLESS = """
 from ddpkit.ranks import children, handlers
 
 handlers.install_handlers()
+handlers.say_start()
 
 import torch
 from torch.utils.data import DataLoader
