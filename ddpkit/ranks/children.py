@@ -43,7 +43,6 @@ def _in_child() -> None:
     """
     process.End.is_leaving = False
     process.End.error = None
-    process.End.sockets = ""
     for signum in STOP_SIGNALS:
         handler = signal.getsignal(signum)
         if getattr(handler, "__module__", "").startswith("ddpkit."):

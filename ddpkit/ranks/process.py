@@ -3,6 +3,7 @@
 This module imports neither torch nor debugpy.
 """
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -12,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -23,6 +25,8 @@ from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER, STOP_SIGNAL
 PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
 # After a fork in another thread that one is the main thread, with another ident.
 MAIN_THREAD = threading.main_thread().ident
+# By process id, as forks inherit this: a folder of the sockets of loader workers
+_sockets: dict[int, str] = {}
 
 
 class End:
@@ -31,7 +35,6 @@ class End:
     status = 1  # with which this rank ends if it has to be ended; 0 once all is done
     is_leaving = False  # the main thread ends this rank
     error: BaseException | None = None  # for which it does
-    sockets = ""  # the folder of its loader workers', which are killed and leave them
 
 
 def project() -> Path:
@@ -164,10 +167,23 @@ def exit_now(status: int) -> NoReturn:
     for child in multiprocessing.active_children():
         # one that hangs, or holds SIGTERM back; what a person has started may clean up
         child.kill() if child.daemon else child.terminate()
-    shutil.rmtree(End.sockets, ignore_errors=True)
+    remove_sockets()
     # Not sys.exit: it ends this thread alone, and exit handlers, destructors of C++ and
     # threads of nccl would wait for ranks that are not there any more.
     os._exit(status)
+
+
+def socket_folder() -> str:
+    """Return a folder for the sockets of its workers, which are killed and leave them."""
+    pid = os.getpid()
+    if pid not in _sockets:
+        _sockets[pid] = tempfile.mkdtemp(prefix="ddp-")
+        atexit.register(remove_sockets)
+    return _sockets[pid]
+
+
+def remove_sockets() -> None:
+    shutil.rmtree(_sockets.pop(os.getpid(), ""), ignore_errors=True)
 
 
 def begin_to_leave(error: BaseException | None = None) -> None:

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from multiprocessing import queues, util
+from multiprocessing import queues
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -108,12 +108,11 @@ def worker_context(count: int) -> BaseContext | None:
         return None
     # Workers inherit the folder for their sockets, which they leave when they are killed:
     # that of launch.sh, which removes it, or one of this rank's.
+    rank: Any = multiprocessing.current_process()
     store = os.environ.get(protocol.STORE)
-    if store:
-        rank: Any = multiprocessing.current_process()
-        rank._config["tempdir"] = os.path.dirname(store)
-    else:
-        process.End.sockets = util.get_temp_dir()
+    rank._config["tempdir"] = (
+        os.path.dirname(store) if store else process.socket_folder()
+    )
     context = copy.copy(FORKS)
     context.Process = Worker
     context.Queue = functools.partial(Queue, ctx=context)
