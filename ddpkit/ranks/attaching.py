@@ -95,9 +95,8 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
 def announced(endpoint: Path, port: int) -> Iterator[None]:
     """Within the block have the file at which VS Code's extension looks name this port."""
     if endpoint.exists():
-        time.sleep(
-            1
-        )  # another window's, which is about to be attached to; or a left-over
+        # Another window's, which is about to be attached to, or a left-over
+        time.sleep(1)
         endpoint.unlink(missing_ok=True)
         time.sleep(1)  # sooner it may look like a change, and only what is new counts
     new = endpoint.with_suffix(".new")
