@@ -11,6 +11,7 @@ from ddpkit.errors import guard_streams, no_torch, print_error, print_line
 from ddpkit.ranks import children, debugger, process, protocol, watch
 
 
+@functools.cache  # in a process once
 def install_handlers() -> None:
     """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
     # First of all, as the next file would get the number of a closed stream.
@@ -27,14 +28,12 @@ def install_handlers() -> None:
     children.end_workers_at_exit()
     atexit.register(process.ignore_signals)
     if process.by_torchrun():
-        # torchrun does not say its number; it is the parent.
-        launcher = int(os.environ.get(protocol.LAUNCHER, os.getppid()))
-        watch.end_with(signal.SIGTERM, launcher)
+        watch.end_with(signal.SIGTERM, process.launcher())
     if process.is_debugged():
         debugger.follow()
 
 
-@functools.cache  # in a process once
+@functools.cache
 def say_start() -> None:
     """Print that the ranks start, once their flags are checked."""
     is_rank = protocol.LAUNCHER in os.environ or process.by_plain_torchrun()

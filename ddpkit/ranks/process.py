@@ -20,13 +20,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpkit.errors import UserError, drop_unprinted
-from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER, STOP_SIGNALS
+from ddpkit.ranks.protocol import (
+    DEBUGGED_LAUNCHER,
+    KILL,
+    LAUNCHER,
+    STOP_SIGNALS,
+    STORE,
+)
 
 PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
 # After a fork in another thread that one is the main thread, with another ident.
 MAIN_THREAD = threading.main_thread().ident
-# By process id, as forks inherit this: a folder of the sockets of loader workers
-_sockets: dict[int, str] = {}
+# By process id, as forks inherit this: where the sockets of loader workers lie
+_folders: dict[int, str] = {}
 
 
 class End:
@@ -86,6 +92,11 @@ def by_torchrun() -> bool:  # or by launch.sh
 
 def by_plain_torchrun() -> bool:  # without launch.sh
     return by_torchrun() and LAUNCHER not in os.environ
+
+
+def launcher() -> int:
+    """Return the process id of the launcher: torchrun does not say its own; it is the parent."""
+    return int(os.environ.get(LAUNCHER, os.getppid()))
 
 
 def is_script() -> bool:
@@ -167,23 +178,34 @@ def exit_now(status: int) -> NoReturn:
     for child in multiprocessing.active_children():
         # one that hangs, or holds SIGTERM back; what a person has started may clean up
         child.kill() if child.daemon else child.terminate()
-    remove_sockets()
+    remove_folders()
     # Not sys.exit: it ends this thread alone, and exit handlers, destructors of C++ and
     # threads of nccl would wait for ranks that are not there any more.
     os._exit(status)
 
 
 def socket_folder() -> str:
-    """Return a folder for the sockets of its workers, which are killed and leave them."""
+    """Return a folder for the sockets of its workers, which are killed and leave them.
+
+    It lies in that of launch.sh, which removes both if this rank is killed.
+    """
     pid = os.getpid()
-    if pid not in _sockets:
-        _sockets[pid] = tempfile.mkdtemp(prefix="ddp-")
-        atexit.register(remove_sockets)
-    return _sockets[pid]
+    if pid not in _folders:
+        store = os.environ.get(STORE)
+        around = os.path.dirname(store) if store else None
+        _folders[pid] = tempfile.mkdtemp(prefix="ddp-", dir=around)
+        atexit.register(remove_folders)
+    return _folders[pid]
 
 
-def remove_sockets() -> None:
-    shutil.rmtree(_sockets.pop(os.getpid(), ""), ignore_errors=True)
+def remove_folders() -> None:
+    """Remove that of this rank; the last rank of a launch.sh that was killed its folder, too."""
+    shutil.rmtree(_folders.pop(os.getpid(), ""), ignore_errors=True)
+    store = os.environ.get(STORE)
+    if store and not is_running(launcher()):
+        with contextlib.suppress(OSError):
+            Path(store).unlink(missing_ok=True)
+            os.rmdir(os.path.dirname(store))  # empty, or another rank is there
 
 
 def begin_to_leave(error: BaseException | None = None) -> None:

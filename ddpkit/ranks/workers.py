@@ -106,13 +106,8 @@ def worker_context(count: int) -> BaseContext | None:
     """
     if not count or sys.platform != "linux":
         return None
-    # Workers inherit the folder for their sockets, which they leave when they are killed:
-    # that of launch.sh, which removes it, or one of this rank's.
     rank: Any = multiprocessing.current_process()
-    store = os.environ.get(protocol.STORE)
-    rank._config["tempdir"] = (
-        os.path.dirname(store) if store else process.socket_folder()
-    )
+    rank._config["tempdir"] = process.socket_folder()  # which they inherit
     context = copy.copy(FORKS)
     context.Process = Worker
     context.Queue = functools.partial(Queue, ctx=context)

@@ -1,7 +1,6 @@
 """The first and the last line of a script."""
 
 import contextlib
-import functools
 import gc
 import importlib
 import os
@@ -37,7 +36,7 @@ def before_imports(
             ddpkit.before_imports(parse_args, needs="3.0")
     """
     gc.set_threshold(SELDOM)  # of new objects; the other two remain
-    install_handlers()
+    handlers.install_handlers()
     try:
         check_itself(needs)
         flags = parse_args and parse_args()
@@ -55,11 +54,6 @@ def before_imports(
     handlers.say_start()
     if process.is_debugged():
         import_untraced()
-
-
-@functools.cache  # in a process once
-def install_handlers() -> None:
-    handlers.install_handlers()
 
 
 def import_untraced() -> None:
@@ -113,7 +107,7 @@ def run_main(main: Callable[[], object]) -> None:
     from ddpkit.data import loading
     from ddpkit.ranks import distributed, failures
 
-    install_handlers()
+    handlers.install_handlers()
     handlers.say_start()
     gc.set_threshold(*THRESHOLDS)
     with failures.one_line_errors(loading.explain_loading, explain_network):
