@@ -83,18 +83,13 @@ def rendezvous(
         dist.destroy_process_group()
     device, note = devices.pick()
     if is_launched:
-        has_others = environment.has_other_nodes()
-        if sys.platform == "linux" and not has_others:
+        if sys.platform == "linux" and not environment.has_other_nodes():
             os.environ.setdefault(devices.NETWORK, "lo")  # nobody else can reach it
-        host = os.environ.get("MASTER_ADDR", "")
-        note["address"] = devices.address(host) if has_others else ""
         # Kept at once: by it ranks agree who reports a failure, also one in `join`.
         Group.store, number, size = meeting.open_store(Group.timeout)
         Group.store, notes = meeting.join(
             Group.store, number, size, Group.timeout, note
         )
-        if has_others:
-            devices.choose_network(notes)
     else:
         Group.store = dist.HashStore()
         number = 0
