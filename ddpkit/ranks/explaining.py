@@ -172,16 +172,21 @@ def answer_person() -> None:
 
 def show(title: str, seconds: float = ANSWER_SECONDS, is_hang: bool = False) -> None:
     """Print where all ranks are, after at most `seconds`; unless another rank is about to."""
-    store = distributed.store()
     turn = asking.answered + 1
-    mine = json.dumps([distributed.rank(), ""])
-    asker = store.compare_set(ASKED.format(turn), "", mine).decode()
+    is_mine = ask(turn)
     answer()
-    if asker != mine:
+    if not is_mine:
         return
     known, absent = await_answers(turn, seconds)
     lines = distributed.states(absent) + block(known, is_hang and not absent)
     print_line("\n".join([title, *lines]), sys.stderr)
+
+
+def ask(turn: int, expression: str = "") -> bool:
+    """Ask all ranks where they are; return whether no other rank was first with this question."""
+    mine = json.dumps([distributed.rank(), expression])
+    asked = distributed.store().compare_set(ASKED.format(turn), "", mine)
+    return asked.decode() == mine
 
 
 def await_answers(turn: int, seconds: float) -> tuple[dict[int, Position], list[int]]:
@@ -215,25 +220,19 @@ def on_all_ranks(expression: str) -> Rows:
 
         ddpkit.on_all_ranks("images.mean()")
     """
-    store = distributed.store()
-    mine = json.dumps([distributed.rank(), expression])
     turn = asking.answered + 1
-    while store.compare_set(ASKED.format(turn), "", mine).decode() != mine:
-        turn += 1  # another rank has asked
+    while not ask(turn, expression):
+        turn += 1
     known, absent = await_answers(turn, ANSWER_SECONDS)
     rows = Rows()
     first = ""
     expected: dict[str, int] = {}
-    for number in range(distributed.world_size()):
+    for number, at in known.items():
         rank = f"rank {number}"
-        if number in absent:
-            rows[rank] = distributed.states([number])[0].removeprefix(f"{rank} ")
+        rows[rank] = at.text
+        if not at.value:
             continue
-        rows[rank] = known[number].text
-        value = known[number].value
-        if not value:
-            continue
-        line, sums = value
+        line, sums = at.value
         rows[rank] += f": {line}"
         first = first or rank
         expected = expected or sums
@@ -241,6 +240,8 @@ def on_all_ranks(expression: str) -> Rows:
             if expected.get(part) != sums.get(part):
                 rows[rank] += f"; differs from {first} in {part}"
                 break
+    for number, state in zip(absent, distributed.states(absent), strict=True):
+        rows[f"rank {number}"] = state.removeprefix(f"rank {number} ")
     return rows
 
 

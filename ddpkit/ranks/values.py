@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import traceback
 import zlib
 from collections.abc import Iterator
 from types import FrameType
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from ddpkit.errors import clip
 
 # pydevd's function in which a thread is held, and ours that asks
 HOLDERS = ("do_wait_suspend", "on_all_ranks")
@@ -21,58 +24,49 @@ Look = tuple[str, dict[str, int]]
 
 def look(expression: str) -> Look | None:
     """Return what `expression` is, or the error in which it ends; None if this rank is not held."""
-    unknown = None
-    for frame in held_frames():
-        names = {**frame.f_globals, **frame.f_locals}
-        try:
-            with torch.no_grad():
-                value = eval(expression, names)
-                if isinstance(value, nn.Module):
-                    # Buffers, as BatchNorm's, are each rank's own until an epoch ends.
-                    value = dict(value.named_parameters())
-                parts = divide(value, expression)
-                return describe(value), {name: checksum(parts[name]) for name in parts}
-        except NameError as error:  # the frame that has called this one may know it
-            unknown = unknown or repr(error)
-        except Exception as error:
-            return repr(error), {}
-    return (unknown, {}) if unknown else None
+    names: dict[str, Any] = {}
+    for frame in held_frames():  # what an inner one has hides what an outer one has
+        names = {**frame.f_globals, **frame.f_locals, **names}
+    if not names:
+        return None
+    try:
+        with torch.no_grad():
+            value = eval(expression, names)
+            parts = divide(value, expression)
+            return describe(value), {name: checksum(parts[name]) for name in parts}
+    except Exception as error:
+        return repr(error), {}
 
 
 def held_frames() -> Iterator[FrameType]:
     """Yield the frames in which the main thread is held, the innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    held = None
-    while frame:
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    is_held = False
+    for frame, _ in traceback.walk_stack(main):
         if frame.f_code.co_name in HOLDERS:
-            held = frame.f_back
-        frame = frame.f_back
-    while held:
-        if "pydevd" not in held.f_globals.get("__name__", ""):
-            yield held
-        held = held.f_back
+            is_held = True
+        elif is_held and "pydevd" not in frame.f_globals.get("__name__", ""):
+            yield frame
 
 
 def describe(value: object) -> str:
-    """Return shape, dtype, device, mean, norm and range of a tensor, or of all in a value."""
-    tensors = [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-    if not tensors:
-        return repr(value)[:200]
-    what = f"{len(tensors)} tensors"
-    if isinstance(value, Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        what = f"{tuple(value.shape)} {kind} {value.device}"
-    numbers = torch.cat([each.cpu().float().flatten() for each in tensors])
-    if len(numbers) == 1:
-        return f"{what}, {tensors[0].item()}"
-    if not len(numbers):
-        return what
+    """Return shape, dtype, device, mean, norm and range of a tensor; of others a short text."""
+    if not isinstance(value, Tensor):
+        return clip(value, 200)
+    kind = str(value.dtype).removeprefix("torch.")
+    what = f"{tuple(value.shape)} {kind} {value.device}"
+    if value.numel() < 2:
+        return f"{what}, {value.tolist()}"
+    numbers = value.cpu().float()
     ends = f"{numbers.min():.6g} to {numbers.max():.6g}"
     return f"{what}, mean {numbers.mean():.6g}, norm {numbers.norm():.6g}, {ends}"
 
 
 def divide(value: Any, name: str) -> dict[str, Any]:
     """Return the rows, elements or weights of a value by name; itself if it has none."""
+    if isinstance(value, nn.Module):
+        # Buffers, as BatchNorm's, are each rank's own until an epoch ends.
+        return dict(value.named_parameters())
     if isinstance(value, dict):
         return {str(key): part for key, part in value.items()}
     has_rows = isinstance(value, Tensor) and value.dim()
