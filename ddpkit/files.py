@@ -298,7 +298,7 @@ def lock(path: Path) -> bool:
 
     By flock: what lockf locks is free once the process closes any handle of the file.
 
-    Raises a UserError if another user has made the file, and keeps it closed.
+    Raises an OSError if another user has made the file, and keeps it closed.
     """
     handle = _open_lock(path)
     status = os.fstat(handle)
@@ -343,13 +343,8 @@ def _open_lock(path: Path) -> int:
     except PermissionError:
         if not path.exists():
             raise
-        try:  # of a colleague with a umask of 022; flock needs no more
-            return os.open(path, os.O_RDONLY | safely)
-        except PermissionError:
-            raise UserError(
-                f"{path} is of user {path.stat().st_uid}, who keeps it closed: remove "
-                "it unless a run of theirs is at work there"
-            ) from None
+        # of a colleague with a umask of 022; flock needs no more
+        return os.open(path, os.O_RDONLY | safely)
     folder = path.parent.stat()
     mode = 0o600 | 3 * (folder.st_mode & 0o022)  # "rw" for those that have "w" there
     # it is another user's, or the group is not this user's

@@ -48,7 +48,6 @@ from ddpkit.ranks import environment, process, protocol
 from ddpkit.ranks.environment import Nodes
 
 POLL = 0.05  # seconds between two looks at the ranks
-SUSPEND = getattr(signal, "SIGTSTP", signal.SIGINT)  # Windows has none
 HINTS = {
     "SIGKILL": ": out of memory?",
     "SIGABRT": ": if gloo has printed a line, ranks are in different collectives or shapes",
@@ -65,7 +64,7 @@ class Ranks:
         self.first_at = 0.0
         self.sent: set[int] = set()
         self.kill_at = math.inf
-        for signum in protocol.STOP_SIGNALS | {SUSPEND}:
+        for signum in protocol.STOP_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, self.on_signal)
 
@@ -99,8 +98,6 @@ class Ranks:
             self.send(self.first)
 
     def on_signal(self, signum: int, _: object) -> None:
-        if signum == SUSPEND != signal.SIGINT:
-            return self.suspend()
         now = time.monotonic()
         # a terminal and a scheduler may both send the same one
         is_new = now > self.first_at + protocol.DUPLICATE_SECONDS
@@ -113,38 +110,26 @@ class Ranks:
             self.kill_at = min(self.kill_at, now + protocol.END_SECONDS)
         self.send(signum)
 
-    def suspend(self) -> None:
-        """On Ctrl-Z stop the ranks with this process, until it continues."""
-        began = time.monotonic()
-        self.pass_on(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self.pass_on(signal.SIGCONT)
-        self.kill_at += time.monotonic() - began
-
     def send(self, signum: int) -> None:
         """Send a signal that ends the ranks, and wake those that SIGSTOP holds."""
         self.sent.add(signum)
-        if sys.platform == "win32":  # where these are all that there is
-            for rank in self.running:
-                with contextlib.suppress(OSError):  # it has ended
+        for rank in self.running:
+            # one that has been waited for: its number may be another process's
+            if rank.returncode is not None:
+                continue
+            with contextlib.suppress(OSError):  # it has ended
+                if sys.platform == "win32":  # where these are all that there is
                     if signum == protocol.KILL:
                         rank.kill()
                     else:
                         rank.send_signal(signal.CTRL_BREAK_EVENT)
-            return
-        # A request to stop is for the rank: it needs the processes that it has started
-        # until then.
-        self.pass_on(signum, to_group=not self.first or signum == protocol.KILL)
-        self.pass_on(signal.SIGCONT)
-
-    def pass_on(self, signum: int, to_group: bool = True) -> None:
-        kill = os.killpg if to_group else os.kill
-        for rank in self.running:
-            # one that has been waited for: its number may be another process's
-            if rank.returncode is None:
-                # raised if it has ended
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(rank.pid, signum)
+                    continue
+                # A request to stop is for the rank: it needs the processes that it has
+                # started until then.
+                is_request = self.first and signum != protocol.KILL
+                kill = os.kill if is_request else os.killpg
+                kill(rank.pid, signum)
+                os.killpg(rank.pid, signal.SIGCONT)
 
     def wait(self) -> int:
         """Return the exit status of the rank that failed first, or 0, once all have ended."""

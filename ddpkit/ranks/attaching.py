@@ -15,7 +15,6 @@ from ddpkit.errors import UserError, print_line
 from ddpkit.ranks import debugger, distributed, environment, process, protocol
 
 HOST = "127.0.0.1"
-HINT_SECONDS = 20  # until it is said what to choose, if no editor attaches by itself
 
 
 def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
@@ -65,7 +64,11 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
             ) from None
         numbers = ", ".join(map(str, pids))
         who = f"rank {numbers} on {environment.node()}"
-        print_line(f"{who} waits for a debugger: host {HOST}, port {port}", sys.stderr)
+        print_line(
+            f"{who} waits for a debugger: host {HOST}, port {port}; "
+            'if VS Code does not come: "Attach to all ranks" in "Run and Debug"',
+            sys.stderr,
+        )
         with announced(endpoint, port) if by_editor else contextlib.nullcontext():
             debugpy.wait_for_client()
         # By which those that it starts, such as loader workers, join its session
@@ -101,13 +104,8 @@ def announced(endpoint: Path, port: int) -> Iterator[None]:
         time.sleep(1)  # sooner it may look like a change, and only what is new counts
     new = endpoint.with_suffix(".new")
     new.write_text(json.dumps({"client": {"host": HOST, "port": port}}), "utf-8")
-    line = f'VS Code has not attached: choose "Attach to all ranks" in "Run and Debug", port {port}'
-    hint = threading.Timer(HINT_SECONDS, print_line, (line, sys.stderr))
-    hint.daemon = True
-    hint.start()
     try:
         new.replace(endpoint)
         yield
     finally:
-        hint.cancel()
         endpoint.unlink(missing_ok=True)

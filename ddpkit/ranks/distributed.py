@@ -5,7 +5,6 @@ import itertools
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -35,7 +34,6 @@ class Group:
 
 _met: dict[int, "Rank"] = {}  # where those of a launcher meet, by process id
 ALONE = dist.HashStore()  # of a process without a group
-_adopting = threading.Lock()
 _turns = itertools.count()  # calls of await_rank_zero and rank_zero_first
 
 
@@ -124,24 +122,21 @@ def adopt_group() -> None:
     All ranks have to call it.
     """
     if dist.is_initialized() and not Group.has_met_itself:
-        _adopt()
+        has_met()
         Group.is_debugged = any(gather_objects(process.is_debugged()))
 
 
 def _adopt() -> None:
-    with _adopting:
-        if Group.store:  # the watch thread was first
-            return
-        # With a connection of its own, which torch's waiting does not hold.
-        store = dist.PrefixStore("ddpkit", _get_default_store().clone())
-        # Private; on the way to a new torch, its own default.
-        with contextlib.suppress(AttributeError, RuntimeError):
-            backend = _get_default_group()._get_backend(devices.of_group())
-            Group.timeout = backend.options._timeout
-        store.set_timeout(Group.timeout)
-        _note_process(store, rank())
-        Group.store = store
-        Group.has_met = True
+    # With a connection of its own, which torch's waiting does not hold.
+    store = dist.PrefixStore("ddpkit", _get_default_store().clone())
+    # Private; on the way to a new torch, its own default.
+    with contextlib.suppress(AttributeError, RuntimeError):
+        backend = _get_default_group()._get_backend(devices.of_group())
+        Group.timeout = backend.options._timeout
+    store.set_timeout(Group.timeout)
+    _note_process(store, rank())
+    Group.store = store
+    Group.has_met = True
 
 
 def teardown() -> None:

@@ -209,26 +209,20 @@ class Lateness:
     """
 
     def __init__(self) -> None:
-        self.at = 0, 0  # where the main thread was at the last look
         self.read_at = 0.0  # when torch's records are read next, which takes 0.1 s
-        self.waits_in = ""  # what they have said since it was there
+        self.waits_in = ""  # the collective that they named last
         self.since = 0.0  # when they first did
 
     def end_if_late(self) -> None:
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
-        at = id(frame), frame.f_lasti
         now = time.monotonic()
-        if at != self.at:
-            self.at = at
-            self.waits_in = ""
         if now < self.read_at:
             return
         self.read_at = now + min(distributed.timeout(), protocol.LATE_SECONDS) / 10
         waits_in = explaining.find_waiting(explaining.collectives())
-        if not waits_in or waits_in != self.waits_in:
+        if waits_in != self.waits_in:
             self.waits_in = waits_in
             self.since = now
-        elif now - self.since >= distributed.timeout():
+        elif waits_in and now - self.since >= distributed.timeout():
             ending.report_and_exit(_of_others(is_late=True), 1)
 
 

@@ -69,55 +69,21 @@ def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def prepare_network(network: nn.Module) -> None:
     """Prepare a network for training on all ranks; a second time it is left alone.
 
-    Raises a UserError if it is not in DistributedDataParallel, and there are several ranks; or if
-    weights were frozen or unfrozen since.
+    Raises a UserError if it is not in DistributedDataParallel, and there are several ranks.
     """
     ddp_model = in_ddp(network)
-    is_new = ddp_model not in _prepared
-    if isinstance(ddp_model, DistributedDataParallel):
-        _check_trained(ddp_model, is_new)
-    if not is_new:
+    if ddp_model in _prepared:
         return
     _prepared.add(ddp_model)
-    if isinstance(ddp_model, VirtualRanks):
+    ranks = distributed.world_size()
+    if isinstance(ddp_model, DistributedDataParallel) and ranks > 2:
+        _settle_buckets(ddp_model)  # a sum of two is the same in any order
+    if isinstance(ddp_model, REPLICATED):
         ddp_model.register_forward_pre_hook(lambda module, _: _called.add(module))
-        return
-    if not isinstance(ddp_model, DistributedDataParallel):
-        if distributed.world_size() == 1:
-            return
+    elif ranks > 1:
         raise UserError(
             f"steps() got a {type(network).__name__}: give it DistributedDataParallel(model), "
             "which averages the gradients over the ranks"
-        )
-    # A sum of two is the same in any order; the other flags keep to the order of the
-    # weights.
-    keeps_order = ddp_model.find_unused_parameters or ddp_model.static_graph
-    if distributed.world_size() > 2:
-        if not keeps_order:
-            _settle_buckets(ddp_model)
-        elif ddp_model.static_graph:
-            distributed.print0(
-                "warning: with static_graph=True on more than two ranks a resumed run differs in "
-                "the last bits: DDP sums in another order in its first step"
-            )
-    ddp_model.register_forward_pre_hook(lambda module, _: _called.add(module))
-
-
-def _check_trained(ddp_model: DistributedDataParallel, is_new: bool) -> None:
-    """Raise a UserError if other weights are trained than when DDP was given the network."""
-    ignored = ddp_model.parameters_to_ignore
-    now = sum(
-        each.requires_grad and name not in ignored
-        for name, each in ddp_model.module.named_parameters()
-    )
-    then = ddp_model._get_ddp_logging_data().get("num_parameter_tensors", now)
-    # A network may be frozen for a while, as a discriminator is.
-    is_frozen = now < then and is_new and not ddp_model.find_unused_parameters
-    if now > then or is_frozen:
-        raise UserError(
-            f"{abs(now - then)} weights were {'frozen' if is_frozen else 'unfrozen'} after "
-            "DistributedDataParallel(model), which keeps to the weights it started with: wrap the "
-            "network after that (again)"
         )
 
 
@@ -139,6 +105,13 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
 
     Without it the first step of a resumed run would differ in the last bits.
     """
+    if ddp_model.static_graph:
+        distributed.print0(
+            "warning: with static_graph=True on more than two ranks a resumed run differs in "
+            "the last bits: DDP sums in another order in its first step"
+        )
+    if ddp_model.static_graph or ddp_model.find_unused_parameters:
+        return  # it keeps to the order of the weights
     model = ddp_model.module
     gives_buffers = ddp_model.broadcast_buffers
     ddp_model.module = _EachWeight(model)
@@ -165,16 +138,12 @@ def sync_networks(parts: Iterable[object]) -> None:
     """Give all ranks rank 0's buffers (BatchNorm's statistics); check that weights are equal."""
     for part in parts:
         if isinstance(part, nn.Module):
-            weights = plain(part.named_parameters())
-            buffers = plain(part.named_buffers())
-            names = part.state_dict().keys()
-            saved = {name: each for name, each in buffers.items() if name in names}
-            check_same(weights, saved)
             # One that is not saved may be a cache, as large as the last images of a
             # rank.
-            if len(saved) < len(buffers) and not _find_unlike(buffers):
-                saved = buffers
-            _give(list(saved.values()))
+            saved = part.state_dict().keys()
+            buffers = plain(each for each in part.named_buffers() if each[0] in saved)
+            check_same(plain(part.named_parameters()), buffers)
+            _give(list(buffers.values()))
 
 
 def plain(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

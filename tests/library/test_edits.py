@@ -274,8 +274,8 @@ MISUSES = {  # more of a step: test_own_steps.py
         [(INSIDE, f"        if run.step == 3 and rank == 1: break\n{INSIDE}")],
         "loop.means",
     ),
-    "unfrozen": ([(WRAPPED, FREEZE)], "replicas.check_trained"),
-    "frozen": ([(WRAPPED, FROZEN)], "replicas.check_trained"),
+    "unfrozen": ([(WRAPPED, FREEZE)], "replicas.check_same"),
+    "frozen": ([(WRAPPED, FROZEN)], "failures.of_torch"),
 }
 
 
@@ -283,12 +283,15 @@ MISUSES = {  # more of a step: test_own_steps.py
 def test_misuses_of_an_epoch(
     data: Path, tmp_path: Path, edited: Edited, name: str
 ) -> None:
-    """Refused at the first step; another network than the saved one after the first epoch."""
+    """Refused at the first step; ranks or networks that differ at the end of the first epoch."""
     changes, code = MISUSES[name]
     done = edited(*changes)(data, tmp_path / "out", "--dist-timeout", 20, ranks=2)
-    done.refused(
-        code, {"leaves": ["rank 1"], "frozen": ["2 weights were frozen"]}.get(name, [])
-    )
+    words = {
+        "leaves": ["rank 1"],
+        "frozen": ["fc.weight", "no gradient"],
+        "unfrozen": ["fc.weight differs", "after unfreezing weights wrap again"],
+    }
+    done.refused(code, *words.get(name, []))
     assert (tmp_path / "out" / "last.pt").exists() == (code == "loop.end_epoch")
     assert not (tmp_path / "out" / "best.pt").exists()
 

@@ -298,25 +298,3 @@ def test_an_interrupt_in_a_notebook(tmp_path):
         assert signal.getsignal(signal.SIGINT) is handler
     train(0)
     assert turns == list(itertools.product(range(3), range(4)))
-
-
-def test_ctrl_z(tmp_path):
-    """The ranks stop with their launcher, go on with it, and get the signals that come then."""
-    pid = tmp_path / "pid"
-
-    def act() -> None:
-        running = launch.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
-        running.running = [Command(["sleep", "60"]).process]
-        pid.write_text(str(running.running[0].pid))
-        sys.exit(running.wait())
-
-    launcher = fork(act, tmp_path / "said")
-    wait_for(lambda: pid.exists() and pid.read_text())
-    both = launcher, int(pid.read_text())
-    os.kill(launcher, signal.SIGTSTP)
-    wait_for(lambda: [process.state(each) for each in both] == ["T", "T"])
-    os.kill(launcher, signal.SIGCONT)
-    wait_for(lambda: "T" not in [process.state(each) for each in both])
-    os.kill(launcher, signal.SIGTERM)
-    assert wait([launcher]) == [128 + signal.SIGTERM]
-    assert said(tmp_path / "said") == ("", "")
