@@ -98,16 +98,10 @@ class Ranks:
             self.send(self.first)
 
     def on_signal(self, signum: int, _: object) -> None:
-        now = time.monotonic()
-        # a terminal and a scheduler may both send the same one
-        is_new = now > self.first_at + protocol.DUPLICATE_SECONDS
         if not self.first:
             self.first = signum
-            self.first_at = now
-            self.kill_at = now + protocol.STOP_SECONDS
-        elif signum == self.first == signal.SIGINT and is_new:
-            # Ctrl-C again: a rank may be held
-            self.kill_at = min(self.kill_at, now + protocol.END_SECONDS)
+            self.first_at = time.monotonic()
+            self.kill_at = self.first_at + protocol.STOP_SECONDS
         self.send(signum)
 
     def send(self, signum: int) -> None:

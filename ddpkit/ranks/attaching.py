@@ -40,20 +40,13 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
 
     threading.main_thread().name = f"rank {rank}"
     store = distributed.store()
-    here = f"{environment.node()} {environment.process_space()}"
-    pids = {}  # of those of `ranks` that are here
-    for number in ranks:
-        noted = store.get(protocol.PROCESS.format(number)).decode()
-        place, _, pid = noted.rpartition(" ")
-        if place == here:
-            pids[number] = int(pid)
-    first = min(pids)
-    key = protocol.DEBUGGED.format(first)
+    here = [number for number in ranks if number in distributed.ranks_of_node()]
+    key = protocol.DEBUGGED.format(here[0])
     endpoint = Path(os.environ.get("VSCODE_DEBUGPY_ADAPTER_ENDPOINTS", ""))
     # It looks at its own machine only.
     is_local = not environment.has_other_nodes()
     by_editor = bool(endpoint.name) and endpoint.parent.is_dir() and is_local
-    if rank == first:
+    if rank == here[0]:
         port += rank
         try:
             debugpy.listen((HOST, port))
@@ -62,28 +55,26 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
                 f"--debug: cannot listen with debugpy at {HOST}:{port} ({error}): use "
                 "another port, R:PORT"
             ) from None
-        numbers = ", ".join(map(str, pids))
+        numbers = ", ".join(map(str, here))
         who = f"rank {numbers} on {environment.node()}"
-        print_line(
-            f"{who} waits for a debugger: host {HOST}, port {port}; "
-            'if VS Code does not come: "Attach to all ranks" in "Run and Debug"',
-            sys.stderr,
-        )
+        print_line(f"{who} waits for a debugger: host {HOST}, port {port}", sys.stderr)
         with announced(endpoint, port) if by_editor else contextlib.nullcontext():
             debugpy.wait_for_client()
         # By which those that it starts, such as loader workers, join its session
         setup = sys.modules["pydevd"].SetupHolder.setup
-        address = setup["client"], setup["port"], setup["access-token"]
-        store.set(key, json.dumps(address))
+        session = {
+            "host": setup["client"],
+            "port": setup["port"],
+            "access_token": setup["access-token"],
+            "ppid": os.getpid(),
+        }
+        store.set(key, json.dumps(session))
     else:
         distributed.await_keys([key], math.inf)
-        host, port, token = json.loads(store.get(key))
+        session = json.loads(store.get(key))
         importlib.import_module("debugpy.server.api")  # which finds its pydevd
         sys.modules["pydevd"].settrace(
-            host,
-            port=port,
-            access_token=token,
-            ppid=pids[first],
+            **session,
             protocol="dap",
             patch_multiprocessing=True,
             suspend=False,

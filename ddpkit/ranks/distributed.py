@@ -191,8 +191,10 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def local_world_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+def ranks_of_node() -> range:
+    first = rank() - local_rank()
+    count = os.environ.get("LOCAL_WORLD_SIZE", local_rank() + 1)
+    return range(first, first + int(count))
 
 
 def is_rank_zero() -> bool:
@@ -306,8 +308,7 @@ def all_arrive(name: str, seconds: float) -> bool:
         if seconds <= 0:
             return False
         # No time-out ends this wait for a rank that has left, and not every launcher.
-        here = range(rank() - local_rank(), rank() + local_world_size())
-        gone = ended({0, *here})
+        gone = ended({0, *ranks_of_node()})
         if gone and not store().check(last):
             raise dist.DistNetworkError(f"Connection lost: {', '.join(gone)}")
     return True

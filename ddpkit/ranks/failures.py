@@ -92,15 +92,6 @@ Explainer = Callable[[Exception], str | UserError | None]
 # Of the script, set by one_line_errors alone; the watch thread explains with them, too.
 _explainers: list[Explainer] = []
 _over: dict[str, float] = {}  # since when the script is, and when that was said
-# Of training, once it has begun. A global, because the error comes out of the whole run.
-_batch_size: int | None = None
-
-
-def note_batch_size(size: int) -> None:
-    """Have a line on memory name the batch size of this run."""
-    global _batch_size
-    _batch_size = size
-
 
 @contextlib.contextmanager
 def one_line_errors(*explainers: Explainer) -> Iterator[None]:
@@ -340,11 +331,10 @@ def _of_memory(error: Exception) -> UserError | None:
         text = of_torch[0]
     elif not isinstance(error, MemoryError):
         return None
-    batches = f" with batches of {_batch_size}" if _batch_size else ""
     # How much was asked for, and how much there is
     said = clip(text, 200) or "MemoryError"
     return UserError(
-        f"{environment.own_rank()} is out of memory{batches} ({said}): use "
+        f"{environment.own_rank()} is out of memory ({said}): use "
         "smaller batches (to accumulate gradients keeps the global batch) or images or, for "
         "segmentation, tiles; without a GPU also fewer loader workers"
     )

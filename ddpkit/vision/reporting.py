@@ -271,7 +271,6 @@ class Reporter:
         self.steps.begin_epoch(bar)
         self.waited = 0.0
         self.images = 0
-        failures.note_batch_size(batch_size)
         asked = time.monotonic()
         for batch in batches:
             self.waited += time.monotonic() - asked

@@ -22,7 +22,7 @@ from launcher import Launch
 from ranks import draw_nothing, fork, on_ranks, said, wait
 
 from ddpkit import launch
-from ddpkit.ranks import process, protocol, stopping
+from ddpkit.ranks import protocol, stopping
 from ddpkit.ranks.environment import Nodes
 from ddpkit.run.loop import Run
 from ddpkit.run.resuming import Checkpoints
