@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from ddpkit.errors import DiskError, LineError, UserError, print_line, reason_of
+from ddpkit.errors import DiskError, LineError, UserError, reason_of
 
 T = TypeVar("T")
 
@@ -260,13 +260,7 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
             partial.unlink()
         else:
             sync(partial)
-            try:
-                move(partial, path)
-            except PermissionError:
-                if sys.platform != "win32":
-                    raise
-                line = f"{path} is open in another program: what is new is in {partial.name}"
-                print_line(line, sys.stderr)
+            move(partial, path)
     except OSError as error:
         raise failure(path, error) from None
 

@@ -270,10 +270,9 @@ def states(ranks: Iterable[int]) -> list[str]:
         node, space, pid = known.rsplit(" ", 2)
         state = "does not answer"
         at = f"process {pid}"
-        if node != environment.node():
+        # In a container of this node `pid` is another process.
+        if (node, space) != (environment.node(), environment.process_space()):
             at += f" on {node}"
-        elif space != environment.process_space():  # here `pid` is another process
-            at += f" in another container on {node}"
         elif not process.is_running(int(pid)):
             state = "has ended"
         elif process.state(int(pid)) == "T":

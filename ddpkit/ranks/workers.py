@@ -115,12 +115,8 @@ def worker_context(count: int) -> BaseContext | None:
 
 
 def on_thread_error(failure: threading.ExceptHookArgs) -> None:
-    """End this rank if torch's thread has failed that pins batches; its main one would wait."""
-    frames = traceback.walk_tb(failure.exc_traceback)
-    is_pinning = any(frame.f_code.co_name == "_pin_memory_loop" for frame, _ in frames)
-    if is_pinning and failure.exc_value:
-        fail(failure.exc_value)
-    elif type(failure.thread).__name__ != TENSORBOARDS:
+    """Print the traceback of a thread, but not where its error is raised again."""
+    if type(failure.thread).__name__ != TENSORBOARDS:
         threading.__excepthook__(failure)
 
 

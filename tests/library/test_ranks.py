@@ -298,9 +298,9 @@ def test_processes_of_a_container(monkeypatch):
         (here, f"rank 1 has ended (process {gone})"),
         (
             f"{here}1",
-            f"rank 1 does not answer (process {gone} in another container on ",
+            f"rank 1 does not answer (process {gone} on ",
         ),
-        ("", f"rank 1 does not answer (process {gone} in another container on "),
+        ("", f"rank 1 does not answer (process {gone} on "),
     ):
         distributed.store().set(key, f"{environment.node()} {space} {gone}")
         assert distributed.states([1])[0].startswith(state)

@@ -237,27 +237,3 @@ def test_an_iterator_of_a_thread_that_ends(tmp_path):
     done = load(tmp_path, in_worker=die, in_rank=in_thread)
     assert done.status == -signal.SIGKILL
     assert done.left == []
-
-
-def test_a_thread_that_pins_batches(tmp_path):
-    """It runs on GPUs alone; here is one that has its name and fails as it."""
-
-    def act() -> None:
-        def _pin_memory_loop() -> None:
-            raise RuntimeError("received 0 items of ancdata")
-
-        with failures.one_line_errors():
-            other = threading.Thread(
-                target=print, args=[1, 2, 3, "x"], kwargs={"sep": 1}
-            )
-            other.start()
-            other.join()  # or the end of the process would cut its traceback
-            thread = threading.Thread(target=_pin_memory_loop)
-            thread.start()
-            time.sleep(60)
-
-    done = end_of(act, tmp_path)
-    # of another thread: as in Python
-    assert done.status == 2
-    assert "TypeError" in done.err
-    assert done.err.splitlines()[-1].startswith(f"error: {FILES}")
