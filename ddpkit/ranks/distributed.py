@@ -65,7 +65,7 @@ def rendezvous(
         here = ddpkit.rendezvous(local_rank)
     """
     before = _met.get(os.getpid())
-    if before:  # main() again, as for k folds
+    if before:  # main() again, as for k folds, or in a notebook
         Group.has_met = True
         own = f"group {next(_turns)}"  # not what is left of a group that has gone
         return before._replace(store=dist.PrefixStore(own, before.store))
@@ -74,13 +74,11 @@ def rendezvous(
     if not Group.is_debugged:
         Group.timeout = timedelta(seconds=timeout)
     environment.adopt()
-    is_launched = "RANK" in os.environ
-    if is_launched:
-        os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    elif Group.has_met_itself and dist.is_initialized():  # a notebook calls this again
-        dist.destroy_process_group()
     device, note = devices.pick()
-    if is_launched:
+    notes = [note]
+    number = 0
+    if "RANK" in os.environ:
+        os.environ.setdefault("LOCAL_RANK", str(local_rank))
         if sys.platform == "linux" and not environment.has_other_nodes():
             os.environ.setdefault(devices.NETWORK, "lo")  # nobody else can reach it
         # Kept at once: by it ranks agree who reports a failure, also one in `join`.
@@ -90,9 +88,6 @@ def rendezvous(
         )
     else:
         Group.store = dist.HashStore()
-        number = 0
-        size = 1
-        notes = [note]
     device = devices.check(notes, device, Group.is_debugged)
     _note_process(Group.store, number)
     # From here on a rank that fails ends the others, too, though none is in the group.
@@ -105,9 +100,9 @@ def rendezvous(
     if device.type != "cpu":
         # torch would end the rank with SIGABRT; failures.Lateness comes first.
         ends_after += timedelta(seconds=protocol.LATE_SECONDS)
-    here = Rank(device, devices.backend(device), torchs, number, size, ends_after)
-    if is_launched:
-        _met[os.getpid()] = here
+    backend = devices.backend(device)
+    here = Rank(device, backend, torchs, number, len(notes), ends_after)
+    _met[os.getpid()] = here
     return here
 
 
