@@ -343,7 +343,6 @@ def _open_lock(path: Path) -> int:
     mode = 0o600 | 3 * (folder.st_mode & 0o022)  # "rw" for those that have "w" there
     # it is another user's, or the group is not this user's
     with contextlib.suppress(OSError):
-        os.fchmod(handle, 0o600)
         os.chown(handle, -1 if os.geteuid() else folder.st_uid, folder.st_gid)
         os.fchmod(handle, mode)
     return handle

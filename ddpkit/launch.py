@@ -227,7 +227,7 @@ def main(command: Sequence[str] = ()) -> int:
     with private as folder:
         while True:
             # each time another file: what is in the last one is of ranks that are gone
-            ranks.start_all(words, f"{folder}/{uuid.uuid4().hex}")
+            ranks.start_all(words, f"{folder}/store {restarts}")
             status = ranks.wait()
             if status in protocol.FINAL or not restarts or ranks.first:
                 process.ignore_signals()  # while the folder is removed

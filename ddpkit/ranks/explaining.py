@@ -14,7 +14,6 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,26 +32,12 @@ LATE = "usually slow or stuck input, or work of one rank alone, such as evaluate
 STUCK = "slow work, a stuck process, or the network between the ranks: see the end of the stacks"
 
 
-@dataclass
 class Asking:
     """What the threads of this rank share, so that it can be asked where it is."""
 
     question: Path | None = None  # on rank 0: the file by which a person asks
     position: Callable[[], str] = str  # such as "epoch 1, step 3"
-    answered: int = 0  # questions that this rank has answered
-
-
-asking = Asking()  # of this process
-
-
-def _forget() -> None:
-    """Leave what was asked to the parent: a forked child may become a rank of its own."""
-    global asking
-    asking = Asking()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)
+    answered = 0  # questions that this rank has answered
 
 
 class Position(NamedTuple):
@@ -134,7 +119,7 @@ def here(expression: str = "") -> Position:
         frames = traceback.extract_tb(process.End.error.__traceback__)
     shown = [each for each in frames if _own(each.filename)]
     edited = [each for each in shown if not _own(each.filename).startswith(BELOW)]
-    words = [asking.position()]
+    words = [Asking.position()]
     for frame in (edited or shown)[-1:]:
         words.append(f"at {_own(frame.filename)}:{frame.lineno}")
     if shown[-1:] != frames[-1:]:  # what the last of our own has called
@@ -155,16 +140,16 @@ def here(expression: str = "") -> Position:
 def answer() -> None:
     """Say where this rank is if another has asked."""
     store = distributed.store()
-    while store.check([ASKED.format(asking.answered + 1)]):
-        asking.answered += 1
-        _, expression = json.loads(store.get(ASKED.format(asking.answered)))
-        key = ANSWER.format(asking.answered, distributed.rank())
+    while store.check([ASKED.format(Asking.answered + 1)]):
+        Asking.answered += 1
+        _, expression = json.loads(store.get(ASKED.format(Asking.answered)))
+        key = ANSWER.format(Asking.answered, distributed.rank())
         store.set(key, json.dumps(here(expression)))
 
 
 def answer_person() -> None:
     """Print where all ranks are if a person asks, on the rank that knows where they do."""
-    question = asking.question
+    question = Asking.question
     if question and question.exists():
         question.unlink(missing_ok=True)
         show("asked where all ranks are:")
@@ -172,7 +157,7 @@ def answer_person() -> None:
 
 def show(title: str, seconds: float = ANSWER_SECONDS, is_hang: bool = False) -> None:
     """Print where all ranks are, after at most `seconds`; unless another rank is about to."""
-    turn = asking.answered + 1
+    turn = Asking.answered + 1
     is_mine = ask(turn)
     answer()
     if not is_mine:
@@ -220,7 +205,7 @@ def on_all_ranks(expression: str) -> Rows:
 
         ddpkit.on_all_ranks("images.mean()")
     """
-    turn = asking.answered + 1
+    turn = Asking.answered + 1
     while not ask(turn, expression):
         turn += 1
     known, absent = await_answers(turn, ANSWER_SECONDS)

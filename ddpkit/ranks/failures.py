@@ -93,6 +93,7 @@ Explainer = Callable[[Exception], str | UserError | None]
 _explainers: list[Explainer] = []
 _over: dict[str, float] = {}  # since when the script is, and when that was said
 
+
 @contextlib.contextmanager
 def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     """Print an error in the block on one rank only, and end all ranks with its status.
@@ -273,7 +274,7 @@ def _of_others(is_late: bool) -> str:
         if not (
             ending.status_of_failure() or distributed.store().check([protocol.STOP])
         ):
-            is_new = not explaining.asking.answered  # before training no hang is shown
+            is_new = not explaining.Asking.answered  # before training no hang is shown
             if is_late and is_new and distributed.is_joined():
                 explaining.show(f"{line}:")
             gone = distributed.ended(range(distributed.world_size()))

@@ -135,10 +135,10 @@ class Stopper:
         if self.heartbeat != self.last_heartbeat:
             self.last_heartbeat = self.heartbeat
             self.seen = now
-            self.questions = explaining.asking.answered
+            self.questions = explaining.Asking.answered
             return
         is_shown = (
-            explaining.asking.answered > self.questions
+            explaining.Asking.answered > self.questions
         )  # by this rank or another
         if now - self.seen > self.hang_seconds and not is_shown:
             left = distributed.timeout() - self.hang_seconds
@@ -161,7 +161,7 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
         yield
         return
     stopper = _stopper = Stopper()
-    explaining.asking.position = position
+    explaining.Asking.position = position
     watch.thread.add_duty(failures.follow_others)
     watch.thread.add_duty(stopper)
     # The socket before the handlers: a signal that comes between them ends the process,
@@ -181,7 +181,7 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
         # In reverse; first the main thread, which then no longer waits for the other one.
         _stopper = None
         if is_done:
-            explaining.asking.position = str  # what follows is in no epoch
+            explaining.Asking.position = str  # what follows is in no epoch
         watch.thread.remove_duty(stopper)
         signal.set_wakeup_fd(taken_from)
         is_last = is_done and process.is_script()

@@ -78,7 +78,7 @@ class RunFolder:
                 self._lock()
                 question = self.path / protocol.QUESTION
                 question.unlink(missing_ok=True)  # asked of an earlier run
-                explaining.asking.question = question
+                explaining.Asking.question = question
             state = self._search()
         # Nodes that do not share a disk may have found different ones, or none.
         mine = (state["step"], self.contains(state["path"])) if state else (-1, False)

@@ -115,9 +115,7 @@ def test_spawned_loader_workers(project: Project, few: Path, tmp_path: Path) -> 
     assert digest(tmp_path / "spawned") == digest(tmp_path / "forked")
 
 
-def test_files_that_are_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows nothing replaces them: it is tried again; a table then stays beside its own."""
     replace = os.replace
     tries = []
