@@ -161,14 +161,12 @@ def _leave_note(store: dist.Store, rank: int, size: int, note: dict) -> str:
     """Leave this rank's note in the store; return why it fits none, or nothing."""
     if rank >= size:
         return f"RANK={rank} with WORLD_SIZE={size}: the last rank is {size - 1}"
-    on_node = os.environ.get("LOCAL_WORLD_SIZE", size)
-    first = store.compare_set("size", "", f"{size} {rank} {on_node}").decode().split()
-    if first[0] != str(size):
-        fewest = min(int(on_node), int(first[2]))
+    mine = f"{size} for rank {rank}"
+    first = store.compare_set("size", "", mine).decode()
+    if first.split()[0] != str(size):
         return (
-            f"WORLD_SIZE is {size} for rank {rank}, {first[0]} for rank {first[1]}: start as many "
-            f"ranks on each node, such as {fewest} (NPROC={fewest} ./launch.sh), and give each the "
-            "same number of nodes"
+            f"WORLD_SIZE is {mine}, {first}: start as many ranks on each node, such as 2 (NPROC=2 "
+            "./launch.sh), and give each the same number of nodes"
         )
     kept = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(note)))
     if kept["id"] == note["id"]:
