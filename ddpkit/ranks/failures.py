@@ -268,8 +268,7 @@ def _of_others(is_late: bool) -> str:
         what = f"timed out after {distributed.timeout():g} s ({name}) waiting for"
     line = f"{environment.own_rank()} {what} another rank"
     # The store may hang.
-    stderr = sys.__stderr__ or sys.stderr
-    faulthandler.dump_traceback_later(3 * END_SECONDS, exit=True, file=stderr)
+    faulthandler.dump_traceback_later(3 * END_SECONDS, exit=True, file=2)
     try:
         if not (
             ending.status_of_failure() or distributed.store().check([protocol.STOP])

@@ -23,7 +23,7 @@ def install_handlers() -> None:
     process.be_quiet()  # before torch is imported, which reads its variables then
     if not sys.stderr:  # it is closed
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    faulthandler.enable(sys.__stderr__ or sys.stderr)
+    faulthandler.enable(2)
     # Exit handlers run in reverse: signals count no longer, then the workers are killed.
     children.end_workers_at_exit()
     atexit.register(process.ignore_signals)

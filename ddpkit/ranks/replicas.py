@@ -4,8 +4,7 @@ import contextlib
 import itertools
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -170,10 +169,10 @@ def _give(buffers: list[Tensor]) -> None:
 
 
 def check_same(
-    weights: dict[str, Tensor], buffers: Mapping[str, Tensor] = MappingProxyType({})
+    weights: dict[str, Tensor], buffers: dict[str, Tensor] | None = None
 ) -> None:
     """Raise a UserError unless `weights` are equal, and `buffers` can be made so."""
-    name = _find_unlike({**weights, **buffers}, bit_sums(weights.values()))
+    name = _find_unlike(weights | (buffers or {}), bit_sums(weights.values()))
     if name:
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not through model; after "
