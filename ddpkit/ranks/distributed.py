@@ -259,6 +259,7 @@ def wait_for_all() -> None:
 def states(ranks: Iterable[int]) -> list[str]:
     """Return such as "rank 1 has ended (process 4711)" of ranks that do not answer."""
     lines = []
+    here = [environment.node(), environment.process_space()]
     for rank in ranks:
         key = protocol.PROCESS.format(rank)
         known = store().get(key).decode() if store().check([key]) else "  0"
@@ -266,7 +267,7 @@ def states(ranks: Iterable[int]) -> list[str]:
         state = "does not answer"
         at = f"process {pid}"
         # In a container of this node `pid` is another process.
-        if (node, space) != (environment.node(), environment.process_space()):
+        if [node, space] != here:
             at += f" on {node}"
         elif not process.is_running(int(pid)):
             state = "has ended"

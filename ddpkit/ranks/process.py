@@ -191,9 +191,8 @@ def socket_folder() -> str:
     """
     pid = os.getpid()
     if pid not in _folders:
-        store = os.environ.get(STORE)
-        around = os.path.dirname(store) if store else None
-        _folders[pid] = tempfile.mkdtemp(prefix="ddp-", dir=around)
+        around = os.path.dirname(os.environ.get(STORE, ""))
+        _folders[pid] = tempfile.mkdtemp(prefix="ddp-", dir=around or None)
         atexit.register(remove_folders)
     return _folders[pid]
 
