@@ -1,6 +1,11 @@
 """On which device a rank computes, and what carries its collectives."""
 
+import contextlib
+import ipaddress
 import os
+import socket
+import struct
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -11,6 +16,7 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import alone, environment, meeting
 
 NETWORK = "GLOO_SOCKET_IFNAME"  # which interface gloo uses
+SIOCGIFADDR = 0x8915  # in Linux' <linux/sockios.h>
 CPU = torch.device("cpu")
 # A kind of GPU without collectives, float64 and pinned memory: for one process
 APPLE = "mps"
@@ -85,10 +91,17 @@ def _why_unused() -> str:
     count = 0 if environment.visible_gpus() == [] else environment.list_gpus()
     if not count:
         return ""
-    return (
-        f"nvidia-smi shows {count} GPU(s), but torch {torch.__version__} can use none: install a "
-        f"driver and a torch that fit (pytorch.org), check {environment.GPUS}, or {ON_CPU}"
-    )
+    reason = "it is built without CUDA"
+    if torch.version.cuda:
+        try:
+            torch.cuda.init()
+            reason = "CUDA shows none"
+        except Exception as error:
+            reason = str(error).split("\n")[0].split(". ")[0]
+    asked = os.environ.get(environment.GPUS)
+    asked = f" with {environment.GPUS}={asked}" if asked else ""
+    shown = f"nvidia-smi shows {count} GPU(s), but torch {torch.__version__} can use none{asked}"
+    return f"{shown}: {reason}; install a driver and a torch that fit (pytorch.org), or {ON_CPU}"
 
 
 def _name(device: torch.device) -> str:
@@ -145,6 +158,11 @@ def backend(device: torch.device) -> str:
     name = dist.get_default_backend_for_device(device)
     if name == "nccl" and not dist.is_nccl_available():  # as on Windows
         name = "gloo"
+    if name == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        meeting.say_on_node(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo: using INFO"
+        )
+        dist.set_debug_level(dist.DebugLevel.INFO)
     if device.type == "cpu":
         return name
     return f"cpu:gloo,{device.type}:{name}"
@@ -158,3 +176,47 @@ def of_group() -> torch.device:
 def is_mixed() -> bool:
     """Return whether the group has a backend of GPUs beside that of CPUs."""
     return "," in dist.get_backend()
+
+
+def address(host: str) -> str:
+    """Return this node's own address on the network that leads to `host`; "" if none does."""
+    with contextlib.suppress(OSError, UnicodeError):  # as for a name that cannot be one
+        known = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        family, kind, _, _, there = known[0]
+        with socket.socket(family, kind) as asked:
+            asked.connect(there)  # which sends nothing
+            return str(asked.getsockname()[0])
+    return ""
+
+
+def choose_network(notes: Sequence[dict]) -> None:
+    """Have gloo use the network on which the ranks have met, if this host's name does not say it.
+
+    On Debian a host's name is 127.0.1.1, which no other node reaches. What people set has priority.
+    """
+    if sys.platform != "linux" or NETWORK in os.environ:
+        return
+    of_name = address(socket.gethostname()) or "::1"
+    if not ipaddress.ip_address(of_name).is_loopback:
+        return
+    own = {address(os.environ["MASTER_ADDR"])}
+    # Where rank 0 is, that may be the host's name: the others' addresses lead out.
+    for note in notes:
+        if note["node"] != environment.node() and note["address"]:
+            own.add(address(note["address"]))
+    for _, name in socket.if_nameindex():
+        if name != "lo" and _address_of(name) in own - {""}:
+            os.environ[NETWORK] = name
+
+
+def _address_of(name: str) -> str:
+    """Return the IPv4 address of a network interface of this node; "" if it has none."""
+    import fcntl  # not on Windows
+
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked,
+    ):
+        request = struct.pack("256s", name.encode())
+        return socket.inet_ntoa(fcntl.ioctl(asked, SIOCGIFADDR, request)[20:24])
+    return ""

@@ -79,13 +79,18 @@ def rendezvous(
     number = 0
     if "RANK" in os.environ:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-        if sys.platform == "linux" and not environment.has_other_nodes():
+        has_others = environment.has_other_nodes()
+        if sys.platform == "linux" and not has_others:
             os.environ.setdefault(devices.NETWORK, "lo")  # nobody else can reach it
+        host = os.environ.get("MASTER_ADDR", "")
+        note["address"] = devices.address(host) if has_others else ""
         # Kept at once: by it ranks agree who reports a failure, also one in `join`.
         Group.store, number, size = meeting.open_store(Group.timeout)
         Group.store, notes = meeting.join(
             Group.store, number, size, Group.timeout, note
         )
+        if has_others:
+            devices.choose_network(notes)
     else:
         Group.store = dist.HashStore()
     device = devices.check(notes, device, Group.is_debugged)

@@ -1,6 +1,7 @@
 """Which device a rank takes, on machines that are only told of: GPUs of each kind, or none."""
 
 import os
+import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -78,10 +79,15 @@ def test_devices(kind, seen, env, device, node):
 
 
 def test_a_driver_that_torch_cannot_use(node, monkeypatch):
-    """Its GPUs are there: a line says so; without any of them there is none."""
+    """Its GPUs are there: the line has torch's reason; without any of them there is no line."""
 
     def is_available() -> None:
         warnings.warn("CUDA initialization: The driver is too old", stacklevel=1)
+
+    def init() -> None:
+        raise RuntimeError(
+            "The driver is too old (found 11040). Please update\nyour driver"
+        )
 
     def mistake(says: str | None, **env: str) -> str:
         node(says, **env)
@@ -93,10 +99,19 @@ def test_a_driver_that_torch_cannot_use(node, monkeypatch):
         return note["mistake"]
 
     listed = f"echo '{LISTED}'"
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     line = mistake(listed)
-    for words in "3 GPU(s)", torch.__version__, "pytorch.org", devices.ON_CPU:
+    for words in (
+        "3 GPU(s)",
+        "driver is too old (found 11040);",
+        "pytorch.org",
+        devices.ON_CPU,
+    ):
         assert words in line
-    assert mistake(listed, CUDA_VISIBLE_DEVICES="7")
+    assert "CUDA_VISIBLE_DEVICES=7: The" in mistake(listed, CUDA_VISIBLE_DEVICES="7")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA" in mistake(listed)
     assert not mistake("echo No devices were found")
     assert not mistake(listed, CUDA_VISIBLE_DEVICES="NoDevFiles")
     assert not mistake(None)
@@ -145,6 +160,55 @@ def test_each_its_own_gpu(capsys):
         devices.check(
             [note("1"), note("2"), note("", "b", "cpu")], device, is_debugged=True
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "master", "others", "set_by_hand", "chosen"),
+    [
+        ("127.0.1.1", "10.0.0.1", ["10.0.0.2"], "", "eth1"),
+        ("", "10.0.0.1", ["10.0.0.2"], "", "eth1"),
+        # MASTER_ADDR is this host's name
+        ("127.0.1.1", "127.0.1.1", ["10.0.0.2"], "", "eth1"),
+        # two launchers on one machine
+        ("127.0.1.1", "127.0.0.1", ["127.0.0.1"], "", None),
+        ("127.0.1.1", "10.0.0.1", ["10.0.0.2"], "ib0", "ib0"),
+        ("192.168.0.1", "10.0.0.1", ["10.0.0.2"], "", None),
+    ],
+)
+def test_the_network_of_gloo(
+    name,
+    master,
+    others,
+    set_by_hand,
+    chosen,
+    node,
+    monkeypatch,
+):
+    """That on which the ranks have met, if the host's name leads to itself as on Debian."""
+    node(MASTER_ADDR=master, **({devices.NETWORK: set_by_hand} if set_by_hand else {}))
+    addresses = {
+        socket.gethostname(): name,
+        master: "10.0.0.7" if master[:2] == "10" else master,
+    }
+    addresses |= {other: "10.0.0.7" if other[:2] == "10" else other for other in others}
+    monkeypatch.setattr(devices, "address", addresses.get)
+    monkeypatch.setattr(
+        socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")]
+    )
+    of_names = {"lo": "127.0.0.1", "eth0": "192.168.0.1", "eth1": "10.0.0.7"}
+    monkeypatch.setattr(devices, "_address_of", of_names.get)
+    own = {"node": environment.node(), "address": addresses[master]}
+    notes = [own]
+    notes += [{"node": "other", "address": address} for address in others]
+    devices.choose_network(notes)
+    assert os.environ.get(devices.NETWORK) == chosen
+
+
+def test_own_addresses():
+    assert devices.address("127.0.0.1") == "127.0.0.1"
+    assert devices.address("") == devices.address("a..b") == ""
+    assert devices._address_of("lo") == "127.0.0.1"
+    assert devices._address_of("none") == ""
 
 
 def test_ranks_on_one_gpu(project, few, tmp_path):

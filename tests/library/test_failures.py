@@ -128,6 +128,16 @@ def test_weights_without_a_gradient():
         assert line.startswith("second.bias, second.weight: no gradient"), line
 
 
+def test_debug_mode_that_crashes(project, few, tmp_path):
+    def patch() -> None:
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        dist.set_debug_level_from_env()
+
+    done = project.train(few, tmp_path, patch=patch).ok()
+    assert done.err.count("\n") == 1
+    assert "DETAIL crashes DDP with gloo: using INFO" in done.err
+
+
 @pytest.mark.parametrize(
     ("wait", "seconds"),
     [
