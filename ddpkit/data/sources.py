@@ -1,6 +1,5 @@
 """Where a run gets its batches: from loaders of ddpkit, or from any others."""
 
-import functools
 import itertools
 from collections.abc import Iterator
 from weakref import WeakSet
@@ -12,7 +11,7 @@ from ddpkit.data import samples
 from ddpkit.data.format import NAME
 from ddpkit.data.loading import Loader, TrainSampler, batches_by_size
 from ddpkit.data.normalizing import find_format, format_of, move, unpack
-from ddpkit.data.other_loaders import OtherSource, drawn, numbered, samplers_of, turns
+from ddpkit.data.other_loaders import OtherSource, check_share, drawn, numbered
 from ddpkit.data.samples import Key
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, replicas, stopping
@@ -23,7 +22,7 @@ judged: WeakSet[nn.Module] = WeakSet()  # networks that `eval_batches` was given
 def steps_per_epoch(loader: object, accumulate: int) -> int:
     """Return how many optimizer steps, of `accumulate` batches on each rank, an epoch has.
 
-    Every rank has to call it: of a loader of your own it reads the first batches.
+    Every rank has to call it.
     """
     if isinstance(loader, Loader):
         return loader.sampler.steps
@@ -52,9 +51,11 @@ def find_source(
             )
     check_formats(loader, val_loader)
     if not isinstance(loader, Loader):
-        source = OtherSource(loader, accumulate, seed)
-        source.say_how()
-        return source
+        distributed.print0(
+            "the training loader is not ddpkit.train_loader(...): to resume within an epoch its "
+            "batches of before are read again"
+        )
+        return OtherSource(loader, accumulate, seed)
     if loader.sampler.accumulate != accumulate:
         raise UserError(
             f"the training loader was made with accumulate={loader.sampler.accumulate}, Run(...) "
@@ -98,19 +99,13 @@ def _dealt(loader: object) -> Iterator[list]:
         return iter(loader)
     if isinstance(loader, Loader):
         return batches_by_size(loader.raw())
-    for each in samplers_of(loader):
-        if hasattr(each, "num_replicas"):
-            raise UserError(
-                f"the validation loader has a {type(each).__name__}, which repeats "
-                "samples: leave it out; the ranks take its batches in turn"
-            )
-    ranks = distributed.world_size()
-    rank = distributed.rank()
+    check_share(loader, "val")
     batches = numbered(loader, drawn(loader, 0))
-    first = functools.partial(drawn, loader, 0)
-    if turns(loader, first, "validation") == ranks:
-        return itertools.islice(batches, rank, None, ranks)
+    ranks = distributed.world_size()
+    if ranks == 1:
+        return batches
     # Numbers that no other rank has, and that are no indices of the data set.
+    rank = distributed.rank()
     return ([*parts, -1 - rank - ranks * indices.abs()] for *parts, indices in batches)
 
 

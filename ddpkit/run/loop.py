@@ -107,8 +107,9 @@ class Run(Checkpoints):
     """A training run: its progress, which it saves and resumes to the step, and its reports.
 
     folder: whose `find_checkpoint` has been called; the run continues from what it found.
-    train_loader: with our TrainSampler the run continues in mid-epoch, to the bit; with another,
-        which needs a length, the batches of before are read again, and left out.
+    train_loader: `ddpkit.train_loader`'s continues in mid-epoch at once; of another, which needs a
+        length and, on several ranks, a DistributedSampler or a data set that says by num_replicas
+        and rank that it has this rank's samples, the batches of before are read again.
     model: the network that is evaluated, saved, exported and predicted with. trained: the one that
         is trained, if that is another, of which `model` is an average.
     criterion: whose use in the first steps is checked; what training changes of its buffers is
@@ -218,7 +219,7 @@ class Run(Checkpoints):
     def steps_per_epoch(train_loader: Any, accumulate: int = 1) -> int:
         """Return how many optimizer steps an epoch has, for a scheduler; to call on all ranks.
 
-        train_loader: any, also if the ranks take its batches in turn.
+        train_loader: any.
 
             steps = ddpkit.Run.steps_per_epoch(train_loader, args.accumulate)
         """
