@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from ddpkit.data import loading, samples
 from ddpkit.data.normalizing import unpack
@@ -247,16 +246,16 @@ def drawn(loader: object, *key: int) -> Iterator:
         samples.set_random_state(inside)
 
 
-def numbered(loader: object, batches: Iterator) -> Iterator[list]:
-    """Yield batches of any loader with the indices of their samples, negative if not known."""
-    in_order = (SequentialSampler, BatchSampler)  # not a class derived from them
-    is_known = isinstance(samples.dataset_of(loader), IterableDataset) or all(
-        type(each) in in_order for each in samplers_of(loader)
-    )
+def numbered(batches: Iterator) -> Iterator[list]:
+    """Yield batches of any loader with numbers of their samples, which no other rank has.
+
+    They are negative: no indices of the data set, which only a loader of ddpkit knows.
+    """
+    ranks = distributed.world_size()
     first = 0
     for batch in batches:
         parts = unpack(batch)
         end = first + len(parts[0])
-        numbers = torch.arange(first, end)
-        yield [*parts, numbers if is_known else -1 - numbers]
+        numbers = torch.arange(first, end) * ranks + distributed.rank()
+        yield [*parts, -1 - numbers]
         first = end

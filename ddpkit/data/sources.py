@@ -19,16 +19,6 @@ from ddpkit.ranks import distributed, replicas, stopping
 judged: WeakSet[nn.Module] = WeakSet()  # networks that `eval_batches` was given
 
 
-def steps_per_epoch(loader: object, accumulate: int) -> int:
-    """Return how many optimizer steps, of `accumulate` batches on each rank, an epoch has.
-
-    Every rank has to call it.
-    """
-    if isinstance(loader, Loader):
-        return loader.sampler.steps
-    return OtherSource(loader, accumulate).steps
-
-
 def find_source(
     loader: object, val_loader: object, accumulate: int, seed: int
 ) -> TrainSampler | OtherSource:
@@ -100,13 +90,7 @@ def _dealt(loader: object) -> Iterator[list]:
     if isinstance(loader, Loader):
         return batches_by_size(loader.raw())
     check_share(loader, "val")
-    batches = numbered(loader, drawn(loader, 0))
-    ranks = distributed.world_size()
-    if ranks == 1:
-        return batches
-    # Numbers that no other rank has, and that are no indices of the data set.
-    rank = distributed.rank()
-    return ([*parts, -1 - rank - ranks * indices.abs()] for *parts, indices in batches)
+    return numbered(drawn(loader, 0))
 
 
 class First:
@@ -119,7 +103,7 @@ class First:
     def __iter__(self) -> Iterator[list]:
         loader = self.loader
         if not isinstance(loader, Loader):
-            return itertools.islice(numbered(loader, drawn(loader, 0)), 1)
+            return itertools.islice(numbered(drawn(loader, 0)), 1)
         count = min(2, len(self.dataset))
         keys = [Key(0, number, is_val=True) for number in range(count)]
         return batches_by_size([loader.collate_fn(loader.seeded.__getitems__(keys))])
@@ -142,19 +126,3 @@ def check_formats(train_loader: object, val_loader: object) -> None:
         f"{val.keys()} of {NAME} ({{}}: ImageNet's mean and std): give both data sets the "
         "same `format`"
     )
-
-
-def say_floats(batch: object, val_loader: object) -> None:
-    """Say a line if images of training are floats, and those of validation uint8.
-
-    batch: of training, as its loader gives it.
-    """
-    images = unpack(batch)[0]
-    if images.dtype == torch.uint8:
-        return
-    if any(batch[0].dtype == torch.uint8 for batch in First(val_loader)):
-        mean, std = format_of(val_loader).statistics
-        distributed.print0(
-            "training images are floats, taken as they are, validation images uint8, normalised "
-            f"by mean {mean} and std {std}: right if the former are normalised so, too"
-        )

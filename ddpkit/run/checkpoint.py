@@ -30,7 +30,7 @@ NO_MEMORY = re.compile("bad_?alloc|alloc_cpu|can't allocate memory|out of memory
 # what a checkpoint has to contain, besides what a training loader adds
 KEYS = (
     *("model", "optimizer", "scheduler", "kinds", "args", "format", "classes"),
-    *("history", "totals", "epoch", "step", "seen", "images", "global_batch"),
+    *("history", "epoch", "step", "seen", "images", "global_batch"),
     *("channels", "seed", "best", "best_of", "resumed_from"),
 )
 

@@ -1,6 +1,5 @@
 """A loss as a sum over labels, and their number."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,23 +73,15 @@ class Criterion(nn.Module):
         batch = [outputs, targets, *more]
         if self.kind == SUM:
             return self._call(batch)
-        count = self.count(targets, *more)
+        count = self.count(targets)
         # Of a batch without labels the mean is 0 / 0, and its gradient NaN.
         batch[0] = guarded(outputs, count)
         return torch.where(count > 0, self._call(batch) * count, 0.0)
 
-    def count(self, targets: Any, *more: Any) -> Tensor:
-        """Return the number of labels, or what they weigh, a scalar on the device of `targets`.
-
-        more: what the loss takes besides, for a `count` that takes it, too.
-        """
+    def count(self, targets: Any) -> Tensor:
+        """Return the number of labels, or what they weigh, a scalar on the device of `targets`."""
         if self.counts:
-            labels = [targets, *more]
-            try:
-                inspect.signature(self.counts).bind(*labels)
-            except TypeError:
-                labels = [targets]
-            count = self.counts(*labels)
+            count = self.counts(targets)
             if isinstance(count, Tensor):
                 return widened(count.detach())
             return torch.full((), count, device=getattr(targets, "device", None))

@@ -296,11 +296,11 @@ def test_each_sample_is_evaluated_once() -> None:
     ranks = distributed.world_size()
     rank = distributed.rank()
     make = partial(DataLoader, batch_size=2)
-    for loader, are_known in (
-        (make(said(Stream("rank", 41))), ranks == 1),
-        (make(said(Stream("rank", 2)), num_workers=1), ranks == 1),
-        (make(said(Shard(range(rank, 41, ranks)))), ranks == 1),
-        (make(said(Shard(range(rank, 41, ranks))), shuffle=True), False),
+    for loader in (
+        make(said(Stream("rank", 41))),
+        make(said(Stream("rank", 2)), num_workers=1),
+        make(said(Shard(range(rank, 41, ranks)))),
+        make(said(Shard(range(rank, 41, ranks))), shuffle=True),
     ):
         samples.seed(rank)  # as training leaves it
         pairs = []
@@ -312,7 +312,7 @@ def test_each_sample_is_evaluated_once() -> None:
         total = 2 if loader.num_workers else 41
         assert [value for value, _ in seen] == list(range(total))
         assert len({index for _, index in seen}) == total
-        assert are_known == all(value == index for value, index in seen)
+        assert all(index < 0 for _, index in seen)
     for sampler in (
         None,
         DistributedSampler(data),
@@ -525,8 +525,6 @@ def test_loaders_by_hand() -> None:
         for one, other in zip(found, moved, strict=True):
             assert one[0].dtype == torch.float32
             assert all(map(torch.equal, one, other))
-        with refusal("normalizing.getitem", "images, targets, *_ = batch"):
-            found[0]["pixel_values"]
     both = sets.ConcatDataset([Own([0], IMAGE), Own([0], torch.ones(3, 8, 8))])
     sizes = [x.shape for x, *_ in loading.val_loader(both, 2, classes=2, workers=0)]
     assert sizes == ([(1, 3, 4, 4), (1, 3, 8, 8)] if distributed.is_rank_zero() else [])
