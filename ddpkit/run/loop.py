@@ -525,7 +525,7 @@ class Run(Checkpoints):
             self._log(grad_norm)
         if time.monotonic() - self.checked_at > SECONDS_BETWEEN_CHECKS:
             self.checked_at = time.monotonic()
-            finite.check_losses([self.sums.read()], self)
+            finite.check_losses([self.sums.collect()], self)
 
     def _count(self, before: int) -> None:
         if self.step != before + 1:
@@ -564,7 +564,7 @@ class Run(Checkpoints):
         return means_of(sums)
 
     def _sums_of_all(self) -> Rows:
-        ranks = distributed.gather_objects(self.sums.read())
+        ranks = distributed.gather_objects(self.sums.collect())
         finite.check_losses(ranks, self)
         return added_up(ranks)
 

@@ -116,7 +116,7 @@ class Sums:
         self.recent_counts = []
         return mean
 
-    def read(self) -> Rows:
+    def collect(self) -> Rows:
         """Return them, read from the device."""
         rows = {}
         for name, (first, second) in self.rows.items():
