@@ -236,7 +236,7 @@ def bits(output: Path) -> dict[str, Any]:
     import torch
 
     state = torch.load(output / "last.pt", map_location="cpu", weights_only=True)
-    return {name: state[name] for name in ("step", "model", "optimizer", "totals")}
+    return {name: state[name] for name in ("step", "model", "optimizer", "sums")}
 
 
 def are_equal(one: Any, other: Any) -> bool:

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
 
     # Another order in each epoch, from which a run also resumes within an epoch; the last
-    # images, too few for a step of all ranks, are left out. Any DataLoader will do.
+    # images, too few for a step of all ranks, are left out. Or a DataLoader of your own.
     train_loader = ddpkit.train_loader(
         train_set,
         args.batch_size,

@@ -12,18 +12,6 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import devices
 
 
-class Batch(tuple):
-    """(images, targets, ...), also of samples that are dicts."""
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            raise UserError(
-                f"batch[{key!r}]: a batch is (images, targets, ...), also of samples that are "
-                "dicts: images, targets, *_ = batch"
-            )
-        return super().__getitem__(key)
-
-
 def unpack(batch: object) -> tuple:
     """Return a batch as (images, targets, ...), floating-point or uint8 images (N, C, H, W)."""
     parts = samples.ordered(batch)
@@ -67,7 +55,7 @@ def move(batch: object, device: torch.device, format: Format) -> tuple:
     images, targets, *others = unpack(batch)
     normalized = normalize_images(_moved(images, device), format)
     moved = [_moved(each, device) for each in others]
-    return Batch([normalized, move_targets(targets, device), *moved])
+    return (normalized, move_targets(targets, device), *moved)
 
 
 def _moved(part: Any, device: torch.device) -> Any:

@@ -1,18 +1,15 @@
 """Loaders that are not of ddpkit: how the ranks share their batches, and read them again."""
 
-import functools
 import itertools
 import pickle
 import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from ddpkit.data import loading, samples
 from ddpkit.data.normalizing import unpack
@@ -23,10 +20,7 @@ from ddpkit.ranks import distributed
 AnyGenerator = (
     torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 )
-MOST_COMPARED = 32  # samples by which is judged whether the ranks' loaders are alike
-# Of loaders: how many ranks share each batch, and a checksum of their generators as they
-# were given: the first epoch seeds them.
-_turns: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+# Of loaders: a checksum of their generators as they were given: the first epoch seeds them.
 _checksums: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
 
@@ -98,13 +92,14 @@ class Reading:
 
 
 class OtherSource:
-    """What Run has to know of any other loader, whose batches the ranks share."""
+    """What Run has to know of any other loader, of which each rank takes all batches."""
 
     def __init__(self, loader: Any, accumulate: int, seed: int = 0) -> None:
+        check_share(loader, "train")
         self.passes = accumulate  # of a step, on this rank
         self.virtual_ranks = 0
         self.reading = Reading(seed)
-        ranks = self.ranks = distributed.world_size()
+        self.ranks = distributed.world_size()
         try:
             # Of shares of unequal length: all ranks take as many steps as the shortest
             # has.
@@ -113,9 +108,7 @@ class OtherSource:
             raise UserError(
                 "the training loader has no length: give its data set one"
             ) from None
-        first = functools.partial(self.reading.rest, loader, 0, 0)
-        self.turn = turns(loader, first, "training")
-        self.steps = count // self.turn // accumulate
+        self.steps = count // accumulate
         if not self.steps:
             raise UserError(
                 f"the training loader has {count} batches, too few for a step"
@@ -124,7 +117,7 @@ class OtherSource:
         sizes = [
             getattr(each, "batch_size", None) for each in (loader, *samplers_of(loader))
         ]
-        self.global_batch = next(filter(None, sizes), 1) * ranks * accumulate
+        self.global_batch = next(filter(None, sizes), 1) * self.ranks * accumulate
         self.total = self.steps * self.global_batch
         self.order: dict = {
             "images": self.total,
@@ -133,32 +126,12 @@ class OtherSource:
             "sampler": f"{type(loader).__name__} by rank",
         }
 
-    def say_how(self) -> None:
-        """Say how the ranks share its batches, and what it cannot do."""
-        ranks = distributed.world_size()
-        how = ""
-        if self.turn > 1:
-            how = (
-                f"; the ranks take its batches in turn, so that each reads {ranks} times "
-                "what it uses: ddpkit.train_loader, also with sample_weights=, does not"
-            )
-        elif ranks > 1:
-            batches = self.steps * self.passes * ranks
-            how = f"; each rank has batches of its own and takes them all, {batches} in all"
-        distributed.print0(
-            "the training loader is not ddpkit.train_loader(...): to resume within an epoch its "
-            f"batches of before are read again{how}"
-        )
-
     def read_epoch(self, loader: Any, epoch: int, seen: int) -> Iterator:
         """As TrainSampler's."""
         done = seen // self.global_batch * self.passes
-        batches = self.reading.rest(loader, epoch, done * self.turn)
-        mine = itertools.islice(
-            batches, distributed.rank() % self.turn, None, self.turn
-        )
+        batches = self.reading.rest(loader, epoch, done)
         for _ in range(self.steps * self.passes - done):
-            batch = next(mine, None)
+            batch = next(batches, None)
             if batch is None:
                 raise UserError(
                     f"the training loader has less than {len(loader)} batches on rank "
@@ -168,81 +141,32 @@ class OtherSource:
             yield batch
 
 
-def turns(loader: object, begin: Callable[[], Iterator], use: str) -> int:
-    """Return of how many batches of a loader this rank takes one.
+def check_share(loader: object, use: str) -> None:
+    """Raise a UserError unless it is known that a loader has this rank's share of the samples.
 
-    1 if each rank has batches of its own. As many as there are ranks if all have the same, and take
-    them in turn. A sampler or data set that has num_replicas and rank says so itself: with timm's
-    RepeatAugSampler equal batches are meant. Of others the first batches decide.
-
-    begin: begins to read. Every rank has to call it.
+    A data set says so, or in training a sampler, by num_replicas and rank. Those of torch for
+    evaluation repeat samples. use: "train" or "val".
     """
-    if _has_share(loader) or distributed.world_size() == 1:
-        return 1
-    if isinstance(loader, Sequence):  # which cannot be looked up
-        return _compare_ranks(loader, begin, use)
-    if loader not in _turns:
-        _turns[loader] = _compare_ranks(loader, begin, use)
-    return _turns[loader]
-
-
-def _compare_ranks(loader: object, begin: Callable[[], Iterator], use: str) -> int:
-    ranks = distributed.world_size()
-    size = getattr(loader, "batch_size", None) or MOST_COMPARED
-    count = -(-MOST_COMPARED // size)  # batches, rounded up
-    mine = _look(itertools.islice(begin(), count))
-    looks = distributed.gather_objects(mine)
-    wholes, labels, do_vary = map(set, zip(*looks, strict=True))
-    if len(wholes) == 1:
-        return ranks
-    if len(wholes) < ranks:
-        raise UserError(
-            f"the {use} loader gives some ranks the same batches, and others their own: "
-            "give all the same, or each its share, as DistributedSampler does"
-        )
-    if len(labels) > 1:
-        return 1
-    # The images alone differ, which augmentation may do: labels that vary tell.
-    if any(do_vary):
-        return ranks
-    # Nothing else tells: do the images differ by chance, or are they others?
-    again = _look(itertools.islice(begin(), count))
-    if all(distributed.gather_objects(again == mine)):
-        return 1
-    raise UserError(
-        f"the {use} loader: its first batches differ between ranks, and each time that "
-        "they are read, so that it is not known whether each rank has its share of the "
-        "samples: use ddpkit's samplers, or one that has num_replicas and rank"
-    )
-
-
-def _look(batches: Iterator) -> tuple[int, int, bool]:
-    """Return checksums of batches and of the labels in them, and whether labels vary."""
-    # a rank's share may be empty, unlike what any other has
-    read = list(batches) or [distributed.rank()]
-    # and names and the like: what no augmentation changes
-    labels = [leaf for leaf in tree_leaves(read) if getattr(leaf, "ndim", 0) < 3]
-    do_vary = any(
-        len(set(map(str, leaf.tolist()))) > 1
-        for leaf in labels
-        if getattr(leaf, "ndim", 0)
-    )
-    return samples.checksum(read), samples.checksum(labels), do_vary
-
-
-def _has_share(loader: object) -> bool:
-    """Return whether a sampler or data set says which rank it is for; a UserError if not this."""
     here = distributed.world_size(), distributed.rank()
-    for each in [*samplers_of(loader), samples.dataset_of(loader)]:
+    dataset = samples.dataset_of(loader)
+    is_known = distributed.world_size() == 1
+    for each in [*samplers_of(loader), dataset]:
         share = getattr(each, "num_replicas", None), getattr(each, "rank", None)
-        if share == here:
-            return True
-        if None not in share:  # a sampler for several ranks
+        if None in share:
+            continue
+        if share != here:
             raise UserError(
-                f"{type(each).__name__} has num_replicas and rank {share}, but this "
-                f"process is {here}: leave both arguments out"
+                f"{type(each).__name__} has num_replicas and rank {share}, but this process is "
+                f"{here}: leave both arguments out"
             )
-    return False
+        is_known = is_known or use == "train" or each is dataset
+    if not is_known:
+        remedy = " or a DistributedSampler" if use == "train" else ""
+        raise UserError(
+            f"it is not known which samples of the {use} loader are this rank's: use "
+            f"ddpkit.{use}_loader(...){remedy}; if each rank has samples of its own, give the data "
+            "set num_replicas and rank, as a DistributedSampler has them"
+        )
 
 
 def samplers_of(loader: object) -> list:
@@ -322,16 +246,16 @@ def drawn(loader: object, *key: int) -> Iterator:
         samples.set_random_state(inside)
 
 
-def numbered(loader: object, batches: Iterator) -> Iterator[list]:
-    """Yield batches of any loader with the indices of their samples, negative if not known."""
-    in_order = (SequentialSampler, BatchSampler)  # not a class derived from them
-    is_known = isinstance(samples.dataset_of(loader), IterableDataset) or all(
-        type(each) in in_order for each in samplers_of(loader)
-    )
+def numbered(batches: Iterator) -> Iterator[list]:
+    """Yield batches of any loader with numbers of their samples, which no other rank has.
+
+    They are negative: no indices of the data set, which only a loader of ddpkit knows.
+    """
+    ranks = distributed.world_size()
     first = 0
     for batch in batches:
         parts = unpack(batch)
         end = first + len(parts[0])
-        numbers = torch.arange(first, end)
-        yield [*parts, numbers if is_known else -1 - numbers]
+        numbers = torch.arange(first, end) * ranks + distributed.rank()
+        yield [*parts, -1 - numbers]
         first = end

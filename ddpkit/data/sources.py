@@ -1,6 +1,5 @@
 """Where a run gets its batches: from loaders of ddpkit, or from any others."""
 
-import functools
 import itertools
 from collections.abc import Iterator
 from weakref import WeakSet
@@ -12,22 +11,12 @@ from ddpkit.data import samples
 from ddpkit.data.format import NAME
 from ddpkit.data.loading import Loader, TrainSampler, batches_by_size
 from ddpkit.data.normalizing import find_format, format_of, move, unpack
-from ddpkit.data.other_loaders import OtherSource, drawn, numbered, samplers_of, turns
+from ddpkit.data.other_loaders import OtherSource, check_share, drawn, numbered
 from ddpkit.data.samples import Key
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, replicas, stopping
 
 judged: WeakSet[nn.Module] = WeakSet()  # networks that `eval_batches` was given
-
-
-def steps_per_epoch(loader: object, accumulate: int) -> int:
-    """Return how many optimizer steps, of `accumulate` batches on each rank, an epoch has.
-
-    Every rank has to call it: of a loader of your own it reads the first batches.
-    """
-    if isinstance(loader, Loader):
-        return loader.sampler.steps
-    return OtherSource(loader, accumulate).steps
 
 
 def find_source(
@@ -52,9 +41,11 @@ def find_source(
             )
     check_formats(loader, val_loader)
     if not isinstance(loader, Loader):
-        source = OtherSource(loader, accumulate, seed)
-        source.say_how()
-        return source
+        distributed.print0(
+            "the training loader is not ddpkit.train_loader(...): to resume within an epoch its "
+            "batches of before are read again"
+        )
+        return OtherSource(loader, accumulate, seed)
     if loader.sampler.accumulate != accumulate:
         raise UserError(
             f"the training loader was made with accumulate={loader.sampler.accumulate}, Run(...) "
@@ -98,20 +89,8 @@ def _dealt(loader: object) -> Iterator[list]:
         return iter(loader)
     if isinstance(loader, Loader):
         return batches_by_size(loader.raw())
-    for each in samplers_of(loader):
-        if hasattr(each, "num_replicas"):
-            raise UserError(
-                f"the validation loader has a {type(each).__name__}, which repeats "
-                "samples: leave it out; the ranks take its batches in turn"
-            )
-    ranks = distributed.world_size()
-    rank = distributed.rank()
-    batches = numbered(loader, drawn(loader, 0))
-    first = functools.partial(drawn, loader, 0)
-    if turns(loader, first, "validation") == ranks:
-        return itertools.islice(batches, rank, None, ranks)
-    # Numbers that no other rank has, and that are no indices of the data set.
-    return ([*parts, -1 - rank - ranks * indices.abs()] for *parts, indices in batches)
+    check_share(loader, "val")
+    return numbered(drawn(loader, 0))
 
 
 class First:
@@ -124,7 +103,7 @@ class First:
     def __iter__(self) -> Iterator[list]:
         loader = self.loader
         if not isinstance(loader, Loader):
-            return itertools.islice(numbered(loader, drawn(loader, 0)), 1)
+            return itertools.islice(numbered(drawn(loader, 0)), 1)
         count = min(2, len(self.dataset))
         keys = [Key(0, number, is_val=True) for number in range(count)]
         return batches_by_size([loader.collate_fn(loader.seeded.__getitems__(keys))])
@@ -147,19 +126,3 @@ def check_formats(train_loader: object, val_loader: object) -> None:
         f"{val.keys()} of {NAME} ({{}}: ImageNet's mean and std): give both data sets the "
         "same `format`"
     )
-
-
-def say_floats(batch: object, val_loader: object) -> None:
-    """Say a line if images of training are floats, and those of validation uint8.
-
-    batch: of training, as its loader gives it.
-    """
-    images = unpack(batch)[0]
-    if images.dtype == torch.uint8:
-        return
-    if any(batch[0].dtype == torch.uint8 for batch in First(val_loader)):
-        mean, std = format_of(val_loader).statistics
-        distributed.print0(
-            "training images are floats, taken as they are, validation images uint8, normalised "
-            f"by mean {mean} and std {std}: right if the former are normalised so, too"
-        )

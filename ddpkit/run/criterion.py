@@ -1,19 +1,13 @@
 """A loss as a sum over labels, and their number."""
 
-import contextlib
-import copy
-import inspect
-import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddpkit.data import samples
 from ddpkit.errors import UserError
-from ddpkit.ranks import devices, distributed
+from ddpkit.ranks import devices
 from ddpkit.run.outputs import Outputs, map_tensors, to_float32
 
 SUM = "sum"
@@ -32,14 +26,13 @@ class Criterion(nn.Module):
         nn.CrossEntropyLoss(), or a sum over them, such as nn.CrossEntropyLoss(reduction="sum").
         If it is neither, or labels are not what it divides by, it has a method `count(targets)`
         with what its sum is to be divided by, and returns the sum.
-    reduction: "mean" or "sum", of a loss that has no attribute `reduction`. A line says if it is
-        something else.
+    reduction: "mean" or "sum", of a loss that has neither an attribute `reduction` nor `count`.
     classes: their names. Labels are class numbers, but not the loss's `ignore_index`; they count as
         much as the loss's `weight` says. Of other targets each number counts.
 
     A function, or a module around a loss, hides both: all labels from 0 to classes - 1 count one.
 
-    Raises a UserError if the loss returns anything else.
+    Raises a UserError if nothing says which it is, or if the loss returns anything else.
 
         criterion = ddpkit.Criterion(nn.CrossEntropyLoss(ignore_index=255), classes).to(device)
         loss = criterion(outputs, targets) / criterion.count(targets)
@@ -49,20 +42,22 @@ class Criterion(nn.Module):
         self,
         loss: Callable[..., object],
         classes: Sequence[str] = (),
-        reduction: str = MEAN,
+        reduction: str = "",
     ) -> None:
         super().__init__()
         self.loss = loss
         self.num_classes = len(classes)
         self.counts = getattr(loss, "count", None)
         self.ignored = getattr(loss, "ignore_index", None)
-        said = SUM if self.counts else getattr(loss, "reduction", None)
-        self.is_known = said in (SUM, MEAN)  # and needs no look
         self.is_regression = isinstance(loss, REGRESSIONS)
+        said = SUM if self.counts else getattr(loss, "reduction", None)
         self.kind = said or reduction
         if self.kind not in (SUM, MEAN):
             raise UserError(
-                f'the loss of model.py has reduction="{self.kind}": use "sum" or "mean"'
+                f'the loss of model.py has reduction="{self.kind}": give it an attribute '
+                'reduction, or write ddpkit.Criterion(..., reduction="mean"), "sum" if it is that '
+                "over the labels; if neither, return a sum, with a method count(targets) of what "
+                "it is divided by"
             )
 
     def forward(self, outputs: Outputs, targets: Any, *more: Any) -> Tensor:
@@ -76,27 +71,17 @@ class Criterion(nn.Module):
                 "shape, such as by a target of shape (1,) in the data set"
             )
         batch = [outputs, targets, *more]
-        if not self.is_known:
-            self._check_kind(batch)
         if self.kind == SUM:
             return self._call(batch)
-        count = self.count(targets, *more)
+        count = self.count(targets)
         # Of a batch without labels the mean is 0 / 0, and its gradient NaN.
         batch[0] = guarded(outputs, count)
         return torch.where(count > 0, self._call(batch) * count, 0.0)
 
-    def count(self, targets: Any, *more: Any) -> Tensor:
-        """Return the number of labels, or what they weigh, a scalar on the device of `targets`.
-
-        more: what the loss takes besides, for a `count` that takes it, too.
-        """
+    def count(self, targets: Any) -> Tensor:
+        """Return the number of labels, or what they weigh, a scalar on the device of `targets`."""
         if self.counts:
-            labels = [targets, *more]
-            try:
-                inspect.signature(self.counts).bind(*labels)
-            except TypeError:
-                labels = [targets]
-            count = self.counts(*labels)
+            count = self.counts(targets)
             if isinstance(count, Tensor):
                 return widened(count.detach())
             return torch.full((), count, device=getattr(targets, "device", None))
@@ -156,43 +141,6 @@ class Criterion(nn.Module):
             f"the loss of model.py returns {what}: return a tensor (), the mean over the labels; "
             "or their sum, with a method count(targets) that returns their number"
         )
-
-    @torch.no_grad()
-    def _check_kind(self, batch: Sequence[Any]) -> None:
-        """Say a line if the sums of two parts of a batch do not add up to that of the whole.
-
-        Reads the device, for one batch. The loss and all random numbers remain as they are.
-        """
-        device = self.count(*batch[1:]).device
-        others = [] if device.type == "cpu" else [device]
-        numbers = [*range(len(batch[1]))]
-        end = len(numbers) // 3 + 1
-        numbers *= 2  # so that one sample has two parts
-        own = self.loss
-        with contextlib.suppress(Exception):  # not all can be copied
-            self.loss = copy.deepcopy(own)  # which may have buffers
-        self.is_known = True
-        sums = []
-        try:
-            with (
-                samples.keeping_random_state(),
-                torch.random.fork_rng(others, device_type=device.type),
-            ):
-                for rows in numbers, numbers[:end], numbers[end:]:
-                    take = operator.itemgetter(rows)
-                    part = [map_tensors(take, each) for each in batch]
-                    sums.append(float(self.forward(*part)))
-        finally:
-            self.loss = own
-        whole = sums[0]
-        # else without labels: the next batch will show it
-        self.is_known = 0 < abs(whole) < math.inf
-        if self.is_known and not math.isclose(whole, sum(sums[1:]), rel_tol=1e-3):
-            distributed.print0(
-                f"warning: the loss of model.py is no {self.kind} over labels: numbers of ranks "
-                'and passes change it; say which it is, ddpkit.Criterion(..., reduction="sum" or '
-                '"mean"), or return a sum, with a method count(targets) of what it is divided by'
-            )
 
 
 def widened(number: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
-from ddpkit.run.progress import Exact
+from ddpkit.run.progress import LOSS, Rows
 from ddpkit.run.resuming import Checkpoints
 
 
@@ -24,9 +24,9 @@ def check_weights(model: nn.Module, run: Checkpoints) -> None:
             raise not_finite(name, distributed.rank(), run)
 
 
-def check_losses(of_ranks: Sequence[tuple[Exact, Exact]], run: Checkpoints) -> None:
+def check_losses(of_ranks: Sequence[Rows], run: Checkpoints) -> None:
     """Raise a UserError unless the sums of losses are finite, of all ranks, or of this one."""
-    finite = [math.isfinite(sum(map(float, columns))) for columns in of_ranks]
+    finite = [math.isfinite(rows[LOSS][2]) for rows in of_ranks]
     if all(finite):
         return
     what = "the loss"

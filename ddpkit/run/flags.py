@@ -17,7 +17,6 @@ from ddpkit.ranks import debugger
 
 DEBUG_PORT = 5678  # of rank 0, which awaits a debugger there
 ALL_RANKS = -1  # in place of a list
-SCALAR = (str, int, float, Path)
 
 # What there is here: by what name or value in other programs
 ELSEWHERE = {
@@ -38,11 +37,6 @@ ELSEWHERE = {
     "--gpus --num-gpus --device --devices --nproc --nproc-per-node",
     "TensorBoard's files are always written": "tensorboard",
     "images are mirrored unless --hflip is 0": "flip hflip fliplr mirror",
-}
-# flags that one kind of project has
-OF_TASKS = {
-    "classification": "--crop-pct --crop-scale --drop-path --grad-checkpointing",
-    "segmentation": "--cutmix --encoder --loss --tile",
 }
 # Those of which a run is not another one
 OF_A_START = ("resume", "eval_only", "json", "local_rank", "dist_timeout", "debug")
@@ -68,8 +62,7 @@ class Parser(argparse.ArgumentParser):
     `@FILE` among the arguments stands for the flags in that file, several in a line if you like;
     a # before a word begins a comment, and $NAME stands for the variable's value. -1,5 is a value,
     not a flag. In a Path or a text ~/ is the home folder: a shell replaces it neither in FILE nor
-    after a = sign. A flag that `set_defaults` has a value for need not be given; one that has a
-    default takes no list or dict in its place.
+    after a = sign. A flag that `set_defaults` has a value for need not be given.
 
     parser: an argparse.ArgumentParser whose flags, groups, defaults and texts are taken over.
 
@@ -96,13 +89,6 @@ class Parser(argparse.ArgumentParser):
         self.register("type", None, at_home)  # flags without a type
 
     def set_defaults(self, **defaults: Any) -> None:
-        for name, value in defaults.items():
-            before = self.get_default(name)
-            if isinstance(before, SCALAR) and isinstance(value, list | tuple | dict):
-                flag = name.replace("_", "-")
-                self.error(f"--{flag}: {value!r:.60} instead of such as {before!r}")
-            if isinstance(before, str) and isinstance(value, int | float):
-                defaults[name] = str(value)  # which is converted as what is typed
         super().set_defaults(**defaults)
         for action in self._actions:
             if action.dest in defaults:
@@ -179,9 +165,6 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, word: str) -> str:
         known = self._option_string_actions
         flag = f"--{word.lstrip('-')}"
-        for task, names in OF_TASKS.items():
-            if flag in names.split():
-                return f": a flag of {task} projects"
         near = elsewhere(flag, known)
         near = near or suggest(flag, [flag] if flag in known else known)
         if word[:1] != "-" and not near:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ddpkit.data import normalizing, samples, sources
 from ddpkit.data.format import Format
+from ddpkit.data.loading import Loader
 from ddpkit.data.other_loaders import OtherSource
 from ddpkit.errors import NoLabelsError, UserError
 from ddpkit.ranks import distributed, replicas, stopping
@@ -23,9 +24,9 @@ from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import (
-    LOSS,
+    Rows,
     Sums,
-    kept,
+    added_up,
     means_of,
     progress_line,
     say_batches,
@@ -35,7 +36,16 @@ from ddpkit.run.states import State
 
 # of a checkpoint, besides KEYS
 OTHER_KEYS = {
-    *("trained", "criterion", "sampler", "training_set", "colors", "best_by", "path"),
+    *(
+        "trained",
+        "criterion",
+        "sampler",
+        "totals",
+        "training_set",
+        "colors",
+        "best_by",
+        "path",
+    ),
     *("trainable", "sums", "of_ranks", "ranks", "draws_by_rank", "done", "is_inside"),
     "virtual_ranks",
 }
@@ -107,8 +117,9 @@ class Run(Checkpoints):
     """A training run: its progress, which it saves and resumes to the step, and its reports.
 
     folder: whose `find_checkpoint` has been called; the run continues from what it found.
-    train_loader: with our TrainSampler the run continues in mid-epoch, to the bit; with another,
-        which needs a length, the batches of before are read again, and left out.
+    train_loader: `ddpkit.train_loader`'s continues in mid-epoch at once; of another, which needs a
+        length and, on several ranks, a DistributedSampler or a data set that says by num_replicas
+        and rank that it has this rank's samples, the batches of before are read again.
     model: the network that is evaluated, saved, exported and predicted with. trained: the one that
         is trained, if that is another, of which `model` is an average.
     criterion: whose use in the first steps is checked; what training changes of its buffers is
@@ -218,11 +229,13 @@ class Run(Checkpoints):
     def steps_per_epoch(train_loader: Any, accumulate: int = 1) -> int:
         """Return how many optimizer steps an epoch has, for a scheduler; to call on all ranks.
 
-        train_loader: any, also if the ranks take its batches in turn.
+        train_loader: any.
 
             steps = ddpkit.Run.steps_per_epoch(train_loader, args.accumulate)
         """
-        return sources.steps_per_epoch(train_loader, accumulate)
+        if isinstance(train_loader, Loader):
+            return train_loader.sampler.steps
+        return OtherSource(train_loader, accumulate).steps
 
     @property
     def best(self) -> float:
@@ -341,7 +354,7 @@ class Run(Checkpoints):
         """Print the checkpoint's progress and what has changed since."""
         steps = state["seen"] // state["global_batch"]
         line = progress_line(state, steps, f"of {self.last_epoch} epochs")
-        ranks = len(state["totals"])
+        ranks = state.get("ranks") or len(state["totals"])  # of version 2
         now = distributed.world_size()
         virtual = self.source.virtual_ranks
         before = state.get("virtual_ranks", 0)
@@ -471,8 +484,6 @@ class Run(Checkpoints):
         format = normalizing.format_of(self.train_loader)
         some = list(itertools.islice(found, passes))
         while some:
-            if not self.first_steps.ended:
-                sources.say_floats(some[0], self.val_loader)
             how = self.accumulate, self._take_passes
             yield self.done, Passes(some, self.device, format, *how)
             some = list(itertools.islice(found, passes))
@@ -514,7 +525,7 @@ class Run(Checkpoints):
             self._log(grad_norm)
         if time.monotonic() - self.checked_at > SECONDS_BETWEEN_CHECKS:
             self.checked_at = time.monotonic()
-            finite.check_losses([self.sums.rows[LOSS]], self)
+            finite.check_losses([self.sums.collect()], self)
 
     def _count(self, before: int) -> None:
         if self.step != before + 1:
@@ -544,14 +555,18 @@ class Run(Checkpoints):
                     f"rank {rank} left the training loop at {self._position()} and other ranks did "
                     "not: all have to take the same number of steps"
                 )
-        sums = self.sums.of_ranks()
-        finite.check_losses([rows[LOSS] for rows in sums], self)
+        sums = self._sums_of_all()
         if is_early:  # a run that resumes starts with the next epoch
             self.seen = self.source.total
             self.done = self.source.steps
         self.speed = self.report.speed()
         replicas.sync_networks(self.parts.values())
         return means_of(sums)
+
+    def _sums_of_all(self) -> Rows:
+        ranks = distributed.gather_objects(self.sums.collect())
+        finite.check_losses(ranks, self)
+        return added_up(ranks)
 
     # The end of an epoch.
 
@@ -637,8 +652,9 @@ class Run(Checkpoints):
         self.report.steps.flush()  # a run that resumes here has the entries before
 
     def _state(self, is_inside: bool = False) -> State:
-        sums = self.sums.of_ranks()
-        finite.check_losses([rows[LOSS] for rows in sums], self)
+        sums = {}
+        for name, (total, count, lost) in self._sums_of_all().items():
+            sums[name] = [str(total), str(count), lost]
         finite.check_weights(self.model, self)
         state = super()._state(is_inside)
         parts = state.pop("parts")
@@ -647,8 +663,7 @@ class Run(Checkpoints):
         state |= self.source.order
         state |= self.chosen.state()
         state |= {
-            "sums": kept(sums),
-            "totals": [list(map(float, rows[LOSS])) for rows in sums],
+            "sums": sums,
             "global_batch": self.source.global_batch,
             "seen": self.seen,
             "history": self.history,

@@ -1,6 +1,5 @@
 """How far a run is, as a line; and the sums of an epoch's losses."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -59,11 +58,9 @@ class Exact:
         self.pending = []
         return self.total
 
-    def __float__(self) -> float:
-        return float(self.finite_sum()) + self.lost
 
-
-Rows = dict[str, tuple[Exact, Exact]]
+# By name: the sum, that by which it is divided, 0 if it is no mean, and what is not finite.
+Rows = dict[str, tuple[Fraction, Fraction, float]]
 
 
 class Sums:
@@ -81,7 +78,7 @@ class Sums:
         self.clear()
 
     def clear(self) -> None:
-        self.rows: Rows = {LOSS: (Exact(self.ranks), Exact())}
+        self.rows = {LOSS: (Exact(self.ranks), Exact())}
         # since the log's last line
         self.recent_losses: list[Number] = []
         self.recent_counts: list[Number] = []
@@ -119,18 +116,22 @@ class Sums:
         self.recent_counts = []
         return mean
 
-    def of_ranks(self) -> list[Rows]:
-        """Return the rows of all ranks, read from the device; all have to call it."""
-        for column in itertools.chain(*self.rows.values()):
-            column.finite_sum()
-        return distributed.gather_objects(self.rows)
+    def collect(self) -> Rows:
+        """Return them, read from the device."""
+        rows = {}
+        for name, (first, second) in self.rows.items():
+            total = first.finite_sum()
+            count = second.finite_sum()
+            rows[name] = total, count, first.lost + second.lost
+        return rows
 
     def resume(self, state: State) -> None:
         """Go on with the sums of a checkpoint, which rank 0 has from there on."""
-        # version 2 has those of each rank
-        of_ranks = zip(*state["totals"], strict=True)
-        totals = [sum(map(Fraction, each), Fraction()) for each in of_ranks]
-        saved = state.get("sums", {LOSS: [*totals, 0.0]})
+        saved = state.get("sums")
+        if saved is None:  # version 2 has those of each rank
+            of_ranks = zip(*state["totals"], strict=True)
+            totals = [sum(map(Fraction, each), Fraction()) for each in of_ranks]
+            saved = {LOSS: [*totals, 0.0]}
         for name, (total, count, lost) in saved.items():
             row = self.rows.setdefault(name, (Exact(), Exact()))
             if self.is_first:
@@ -139,31 +140,21 @@ class Sums:
                 row[1].total = Fraction(count)
 
 
-def added_up(ranks: Sequence[Rows]) -> dict[str, tuple[Fraction, Fraction, float]]:
-    """Return by name, over all ranks: the sum, that by which it is divided, what is not finite."""
-    found = {}
-    for name in ranks[0]:
-        rows = [each[name] for each in ranks]
-        total = sum((first.total for first, _ in rows), Fraction())
-        count = sum((second.total for _, second in rows), Fraction())
-        found[name] = total, count, sum(first.lost for first, _ in rows)
-    return found
-
-
-def means_of(ranks: Sequence[Rows]) -> dict[str, float]:
-    """Return by name the means over all ranks, and the sums of what has no count."""
-    means = {}
-    for name, (total, count, lost) in added_up(ranks).items():
-        means[name] = float(total / (count or 1)) + lost
-    return means
-
-
-def kept(ranks: Sequence[Rows]) -> State:
-    """Return the sums of all ranks, as a checkpoint keeps them."""
+def added_up(ranks: Sequence[Rows]) -> Rows:
+    """Return the sums over all ranks."""
     sums = {}
-    for name, (total, count, lost) in added_up(ranks).items():
-        sums[name] = [str(total), str(count), lost]
+    for name in ranks[0]:
+        total, count, lost = zip(*[rows[name] for rows in ranks], strict=True)
+        sums[name] = sum(total, Fraction()), sum(count, Fraction()), sum(lost)
     return sums
+
+
+def means_of(sums: Rows) -> dict[str, float]:
+    """Return by name the means, and the sums of what has no count."""
+    return {
+        name: float(total / (count or 1)) + lost
+        for name, (total, count, lost) in sums.items()
+    }
 
 
 def added(numbers: Sequence[Number]) -> Tensor:

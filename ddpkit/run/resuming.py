@@ -45,18 +45,11 @@ from ddpkit.run.progress import progress_line, say_batches
 from ddpkit.run.states import State
 from ddpkit.run.unsaved import LoopVariables, Unsaved
 
-KINDS = {  # of what a checkpoint holds; integers are not negative
-    "parts": dict,
-    "kinds": dict,
-    "resumed_from": str,
-    "ranks": int,
-    "seed": (int,),
-    "epoch": int,
-    "done": int,
-    "step": int,
-    "global_batch": (int,),
-    "best": (float, type(None)),
-}
+# What a checkpoint has to contain
+KEYS = (
+    *("parts", "kinds", "resumed_from", "ranks", "seed", "epoch", "done", "step"),
+    *("global_batch", "best"),
+)
 TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
 # Turns over which gradients are added up for a step; after more nobody waits for one.
 MOST_ADDED_UP = 1000
@@ -806,7 +799,7 @@ def read_own(path: Path | str) -> State:
     Raises a UserError if it cannot be read, or is none of Checkpoints.
     """
     state = checkpoint.read_file(path)
-    checkpoint.check_entries(path, state, KINDS, KINDS, "ddpkit.Checkpoints")
+    checkpoint.check_entries(path, state, KEYS, "ddpkit.Checkpoints")
     return {**state, "path": str(path)}
 
 

@@ -32,7 +32,6 @@ PLAIN = {type(None), bool, int, float, str, bytes}
 TAKEN = {*PLAIN, Counter, torch.Size, torch.dtype, torch.device}  # by weights_only=True
 # What kernels of torch take for as large as the weight, without a look.
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
-OF_ADAM = {"exp_avg", "exp_avg_sq"}  # which each weight has from its first step on
 # settings of an optimizer that are never loaded
 OF_THE_RUN = {"params", "fused", "foreach"}
 # What is raised for a state that does not fit
@@ -44,8 +43,6 @@ MISFITS = (
     TypeError,
     ValueError,
 )
-# A tensor without dimensions is a number, others have a kind of their own.
-ALIKE: tuple = (dict, (list, tuple), str, (bool, int, float, Tensor))
 # what has to be the same on all ranks
 ON_ALL = (Optimizer, LRScheduler, torch.amp.GradScaler)
 COMPILED = "_orig_mod."  # in names of weights, by torch.compile
@@ -222,7 +219,10 @@ def load_states(
             continue
         state = saved[name]
         with fitting(path, f"the {name}", remedy):
-            check_kind(name, part, checkpoint["kinds"].get(name), state)
+            now = type(part).__name__
+            then = checkpoint["kinds"].get(name, now)
+            if then != now:
+                raise ValueError(f"it was {then} and is {now}")
             if by_flags and name == "scheduler":
                 follow(part, step or 0)
             elif isinstance(part, nn.Module):
@@ -246,24 +246,13 @@ def fitting(path: str, what: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{line}; {remedy}") from None
 
 
-def check_kind(name: str, part: Any, then: str | None, saved: State) -> None:
-    """Raise a ValueError unless a part is of the class that it was `then`."""
-    now = type(part).__name__
-    if then not in (None, now):
-        raise ValueError(f"it was {then} and is {now}")
-    if isinstance(part, LRScheduler | torch.amp.GradScaler):
-        check_alike(name, part.state_dict(), saved)
-
-
 def load_module(module: nn.Module, saved: State, strict: bool = True) -> None:
     """Load the weights of a network; it and what was saved may each be compiled or not."""
-    # the weights themselves, in which there may be no NaN
-    current = module.state_dict(keep_vars=True)
     saved = uncompiled_names(saved)
-    if any(COMPILED in name for name in current):
-        own = {name.replace(COMPILED, ""): name for name in current}
+    names = module.state_dict().keys()
+    if any(COMPILED in name for name in names):
+        own = {name.replace(COMPILED, ""): name for name in names}
         saved = {own.get(name, name): value for name, value in saved.items()}
-    check_alike("its state", current, saved)
     module.load_state_dict(saved, strict=strict)
 
 
@@ -307,7 +296,6 @@ def fitted(
     if members != [set(group["params"]) for group in then]:
         counts = f"{sizes(then)} weights and have {sizes(now)}"
         raise ValueError(f"groups had {counts}, or others")
-    check_alike("param_groups", now, then)
     groups = []
     for old, group in zip(then, now, strict=True):
         kept = group.keys() if keeps_settings else group.keys() & OF_THE_RUN
@@ -318,7 +306,8 @@ def fitted(
     for name, weight in zip(known, weights_of(optimizer), strict=True):
         if name in saved["state"]:
             values = saved["state"][name]
-            moments[name] = fitted_moments(values, weight, optimizer)
+            is_fused = "fused" in optimizer.defaults
+            moments[name] = fitted_moments(values, weight, is_fused)
         elif weight.requires_grad:
             without.append(name)
     if moments and without:
@@ -331,60 +320,21 @@ def sizes(groups: list[State]) -> str:
     return " + ".join(str(len(group["params"])) for group in groups)
 
 
-def fitted_moments(values: State, weight: Tensor, optimizer: Optimizer) -> State:
+def fitted_moments(values: State, weight: Tensor, is_fused: bool) -> State:
     """Return the saved moments of a weight, in its layout, on which fused kernels rely.
 
-    Raises a ValueError if one is missing, NaN, or of another kind or shape: these kernels would
-    read and write beyond it.
+    Raises a ValueError for one of another shape, beyond which these would read and write.
     """
-    sized = MOMENTS if "fused" in optimizer.defaults else set()
-    if "betas" in optimizer.defaults:
-        missing = OF_ADAM - values.keys()
-        values = values | dict.fromkeys(sized & missing)
     moments = {}
     for key, value in values.items():
-        is_none_yet = key == "momentum_buffer" and value is None
-        if key in sized and not is_none_yet:
-            check_alike(key, weight, value)
-            if getattr(value, "shape", None) != weight.shape:
-                raise ValueError(f"{key} has not the shape of its weight")
         if isinstance(value, Tensor):
-            if value.isnan().any():
-                raise ValueError(f"{key} is NaN")
-            if key == "step":
-                if value.numel() != 1 or value < 0:
-                    raise ValueError(f"step is {value!s:.60}")
-            elif value.shape == weight.shape:
+            # whose number of steps, of one number, too, stays where it is
+            if key != "step" and value.shape == weight.shape:
                 value = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+            elif is_fused and key in MOMENTS:
+                raise ValueError(f"{key} has not the shape of its weight")
         moments[key] = value
     return moments
-
-
-def check_alike(name: str, now: Any, then: Any) -> None:
-    """Raise a ValueError if a saved value is of another kind than the one of now; None is any.
-
-    torch would load whole numbers, and NaN, into weights.
-    """
-    if now is None or then is None:
-        return
-    if kind_of(now) != kind_of(then):
-        kind = getattr(then, "dtype", repr(then))
-        raise ValueError(f"{name} is {kind!s:.60}")
-    if isinstance(now, nn.Parameter) and then.isnan().any():
-        raise ValueError(f"{name} has NaN")
-    if isinstance(now, dict):
-        for key in now.keys() & then.keys():
-            check_alike(f"{name}: {key}", now[key], then[key])
-    if isinstance(now, list | tuple):
-        for one, other in zip(now, then, strict=False):
-            check_alike(name, one, other)
-
-
-def kind_of(value: object) -> object:
-    """Return what a saved value has to have in common with the one of now."""
-    if isinstance(value, Tensor) and value.ndim:
-        return value.is_floating_point(), value.is_complex()
-    return next((kind for kind in ALIKE if isinstance(value, kind)), None)
 
 
 def fill_momenta(parts: Parts) -> None:

@@ -22,7 +22,6 @@ from ddpkit.errors import UserError, print_error, reason_of
 from ddpkit.ranks import devices, distributed
 from ddpkit.ranks.replicas import uncompiled
 from ddpkit.run import checkpoint
-from ddpkit.run.flags import OF_TASKS
 from ddpkit.vision import folders, networks
 from ddpkit.vision.images import LazyImage, open_image, visible
 from ddpkit.vision.masks import Classes
@@ -30,6 +29,11 @@ from ddpkit.vision.pictures import draw_legend, drawing, overlay, paint
 
 ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 Read = Callable[[LazyImage], Tensor]
+# Flags that one kind of project has
+OF_TASKS = {
+    "classification": "--crop-pct --crop-scale --drop-path --grad-checkpointing",
+    "segmentation": "--cutmix --encoder --loss --tile",
+}
 
 
 def open_model(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ddpkit import files
 from ddpkit.errors import DiskError, UserError, reason_of, shorten
 from ddpkit.ranks import distributed
-from ddpkit.run import checkpoint, states
+from ddpkit.run import checkpoint
 from ddpkit.vision import networks
 
 # Under these names programs save weights; if two parts fit, the first of these is meant.
@@ -246,7 +246,8 @@ def bare(name: str) -> str:
 
 
 def fits(value: Tensor, weight: Tensor) -> bool:
-    is_of_kind = states.kind_of(value) == states.kind_of(weight)
+    # torch would cut weights to whole numbers
+    is_of_kind = value.is_floating_point() == weight.is_floating_point()
     return is_of_kind and value.shape == weight.shape
 
 

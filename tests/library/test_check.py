@@ -358,12 +358,6 @@ class TestThePicture:
         assert void not in done.out
         large = ["--image-size", 256]
         assert check(project, tmp_path / "set", *large).out.count(void) == 1
-        (tmp_path / "set/train/images/5.png").unlink()
-        (tmp_path / "set/train/masks/5_mask.png").unlink()
-        out = tmp_path / "run"
-        flags = [*large, "--batch-size", 1]
-        done = project.train(tmp_path / "set", out, *flags, on=1).ok()
-        assert done.out.count(void) == 1
 
     def test_flags(self, project: Project, data: Path, tmp_path: Path) -> None:
         """Those of main.py decide what is drawn; a wrong one is said before a file is read."""

@@ -4,7 +4,6 @@ import copy
 import errno
 import functools
 import io
-import math
 import os
 import random
 import re
@@ -42,12 +41,7 @@ from ddpkit.vision import pretrained
 
 def whole(**entries: object) -> dict:
     """What a checkpoint has to hold, but empty."""
-    made = {
-        name: kind()
-        for name, kind in checkpoint.KINDS.items()
-        if isinstance(kind, type)
-    }
-    return dict.fromkeys(KEYS, 0) | made | {"global_batch": 1} | entries
+    return dict.fromkeys(KEYS, 0) | {"format": {}} | entries
 
 
 def save(folder: Path, epoch: int, is_best: bool = False) -> None:
@@ -330,30 +324,15 @@ def legacy(_: bytes, cut: int = 60) -> bytes:
     return buffer.getvalue()[: -cut or None]
 
 
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {"epoch": "two"},
-        {"step": -5},
-        {"seen": 10**9},
-        {"history": [1, 2]},
-        {"best": "x"},
-        {"totals": [1]},
-        {"args": {1: 2}},
-        {"format": {"other": 1}},
-        {"model": [1]},
-        {"classes": "abc"},
-        {"scheduler": [1]},
-        {"global_batch": None},
-        {"classes": [1]},
-        {"global_batch": 0},
-    ],
-)
-def test_what_no_run_writes(entries: dict, tmp_path: Path) -> None:
-    torch.save(whole(**entries), tmp_path / "last.pt")
-    (name,) = entries
-    code = "checkpoint.read" if name == "format" else "checkpoint.check_entries"
-    with refusal(code, tmp_path / "last.pt", name):
+def test_what_no_run_writes(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    torch.save(whole(format={"other": 1}), path)
+    with refusal("checkpoint.read", path, "format"):
+        RunFolder(tmp_path)._search()
+    state = whole()
+    del state["history"]
+    torch.save(state, path)
+    with refusal("checkpoint.check_entries", path, "no history"):
         RunFolder(tmp_path)._search()
 
 
@@ -373,45 +352,17 @@ def test_states_that_do_not_fit() -> None:
     net = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(net.parameters(), 0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    scaler = torch.amp.GradScaler("cpu")
-    parts = {
-        "model": net,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "scaler": scaler,
-    }
+    parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
     net(torch.ones(3)).sum().backward()
     optimizer.step()
     state = states_of(parts)
     load(copy.deepcopy(state), parts)
     good = copy.deepcopy(optimizer.state_dict())
-    weight = "optimizer", "state", "weight"
-    group = "optimizer", "param_groups", 0
-    for where, key, value in (
-        (weight, "exp_avg", torch.ones(7)),
-        (weight, "exp_avg", torch.ones(1)),
-        (weight, "exp_avg", "x"),
-        (weight, "exp_avg", 1.0),
-        (weight, "exp_avg", torch.ones(2, 3, dtype=torch.int32)),
-        (weight, "exp_avg", None),
-        (weight, "exp_avg_sq", torch.full((2, 3), math.nan)),
-        (weight, "step", torch.tensor(-1.0)),
-        (weight, "step", torch.ones(7)),
-        (group, "betas", "x"),
-        (group, "lr", [1]),
-        (["scheduler"], "last_epoch", "two"),
-        (["scheduler"], "_last_lr", [{}]),
-        (["scaler"], "scale", "x"),
-        (["scaler"], "_growth_tracker", [1]),
-    ):
-        hostile = copy.deepcopy(state)
-        part = hostile
-        for name in where:
-            part = part[name]
-        part[key] = value
-        line = f"last.pt does not fit the {where[0]}"
-        with refusal("states.fitting", line, key):
-            load(hostile, parts)
+    for value in torch.ones(7), torch.ones(1):
+        other = copy.deepcopy(state)
+        other["optimizer"]["state"]["weight"]["exp_avg"] = value
+        with refusal("states.fitting", "last.pt does not fit the optimizer", "exp_avg"):
+            load(other, parts)
         assert str(optimizer.state_dict()) == str(good)
 
 
@@ -469,15 +420,8 @@ def test_a_state_that_is_missing() -> None:
 
 
 def test_weights_that_would_be_cut(tmp_path: Path) -> None:
-    """To whole numbers; or that are no numbers, of which a line would come after a step."""
+    """To whole numbers."""
     net = nn.Linear(2, 2)
-    for value in (
-        torch.ones(2, 2, dtype=torch.int32),
-        torch.full((2, 2), math.nan),
-    ):
-        state = {"path": "last.pt", "model": net.state_dict() | {"weight": value}}
-        with refusal("states.fitting", "last.pt", "weight"):
-            checkpoint.load_weights(net, state)
     torch.save({"weight": torch.ones(2, 2, dtype=torch.int32)}, tmp_path / "file.pt")
     with refusal("pretrained.copy_matching", "begins with weight"):
         pretrained.copy_matching(net, pretrained.read_tensors(f"{tmp_path}/file.pt"))

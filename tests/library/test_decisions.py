@@ -84,7 +84,7 @@ def train(
     optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     loader, val = loaders(accumulate)
-    criterion = ddpkit.Criterion(nn.functional.cross_entropy, CLASSES)
+    criterion = ddpkit.Criterion(nn.functional.cross_entropy, CLASSES, "mean")
     run = ddpkit.Run(
         folder,
         loader,
@@ -487,14 +487,14 @@ def test_losses_that_are_means() -> None:
     for loss in by_hand, nn.CrossEntropyLoss(ignore_index=255):
         outputs = torch.randn(2, 3, 4, 4, requires_grad=True)
         masks = torch.full((2, 4, 4), 255)
-        criterion = ddpkit.Criterion(loss, "abc")
+        criterion = ddpkit.Criterion(loss, "abc", "mean")
         total = criterion(outputs, masks)
         (total + outputs.sum()).backward()  # another loss of the same outputs
         assert float(total.detach()) == 0
         assert int(criterion.count(masks)) == 0
         assert outputs.grad.eq(1).all()
     ages = ddpkit.Criterion(
-        lambda outputs, targets: (outputs[:, 0] - targets).square().mean(), "a"
+        lambda outputs, targets: (outputs[:, 0] - targets).square().mean(), "a", "mean"
     )
     assert int(ages.count(torch.tensor([30, 40, 50]))) == 3
 
@@ -542,7 +542,7 @@ def test_a_loss_that_takes_logits_alone() -> None:
             with refusal(
                 "criterion.call", type(outputs).__name__, "ddpkit.to_logits(outputs)"
             ):
-                ddpkit.Criterion(loss)(outputs, torch.zeros(2, 3))
+                ddpkit.Criterion(loss, (), "mean")(outputs, torch.zeros(2, 3))
 
 
 @on_ranks(1)

@@ -14,6 +14,7 @@ from ranks import on_ranks
 from ddpkit.ranks import cpus, process, protocol
 from ddpkit.run import flags, starting
 from ddpkit.run import settings as machine
+from ddpkit.vision import predicting
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,6 @@ OTHER_WORDS = {
         "flag; did you mean --lr? (",
         "--backbone vgg11": "did you mean --arch? (",
         "--gpus 0": "CUDA_VISIBLE_DEVICES=0,1 ./launch.sh some of them, ",
-        "--loss dice": "--loss: a flag of segmentation projects (",
         "--qwxz": "--qwxz: no such flag (",
         "epochs=5": "epochs: no such flag; did you mean --epochs? (",
         "5": "5: a value without its flag, as in --epochs 5 (",
@@ -105,7 +105,6 @@ OTHER_WORDS = {
     },
     "segmentation": {
         "--backbone vgg11": "did you mean --encoder? (",
-        "--drop-path 0.1": "--drop-path: a flag of classification projects (",
         "--json": "--json needs --eval-only (",
     },
 }
@@ -113,7 +112,7 @@ OTHER_WORDS = {
 
 @both_tasks
 def test_flags_that_do_not_exist(project):
-    """The one that was meant is named, or the kind of project that has it, or what it needs."""
+    """The one that was meant is named, or what it needs."""
 
     def check() -> None:
         from flags import parse_args
@@ -136,15 +135,15 @@ def test_a_checkpoint_of_the_other_task(project, trained, tmp_path):
     def check() -> None:
         import torch
 
-        from ddpkit.vision.predicting import open_model
+        from ddpkit.vision.predicting import OF_TASKS, open_model
         from flags import parse_args
         from model import build_model
 
         def opened() -> None:
             open_model(file, build_model, parse_args, torch.device("cpu"))
 
-        (other,) = flags.OF_TASKS.keys() - {project.task}
-        names = [name[2:].replace("-", "_") for name in flags.OF_TASKS[other].split()]
+        (other,) = OF_TASKS.keys() - {project.task}
+        names = [name[2:].replace("-", "_") for name in OF_TASKS[other].split()]
         state = torch.load(trained / "last.pt", weights_only=True)
         added = dict.fromkeys(names[1:])  # flags of one's own, later given up
         torch.save({**state, "args": state["args"] | added}, file)
@@ -164,7 +163,7 @@ def test_flags_of_the_tasks():
         text = (ROOT / TEMPLATE_FOLDER / "tasks" / task / "flags.py").read_text()
         own[task] = set(re.findall(r'add_argument\("(--[a-z-]+)"', text))
     one, two = own.values()
-    found = {task: set(names.split()) for task, names in flags.OF_TASKS.items()}
+    found = {task: set(names.split()) for task, names in predicting.OF_TASKS.items()}
     assert found == dict(zip(TASKS, (one - two, two - one), strict=True))
     others = {word for text in flags.ELSEWHERE.values() for word in text.split()}
     named = {here for here in flags.ELSEWHERE if here.startswith("--")}
@@ -309,26 +308,6 @@ def test_files_of_flags(tmp_path, monkeypatch):
         path.write_text(f"@{odd}")
         with refusal("files.failure", odd, "cannot be read"):
             parser.parse_args([f"@{path}"])
-
-
-def test_values_of_another_kind():
-    """As the checkpoint of a stranger may have them; texts are converted as what is typed."""
-    parser = flags.Parser()
-    parser.add_argument("--arch", default="a")
-    parser.add_argument("--lr", type=parser.at_least(0, float))
-    parser.add_argument("--size", type=parser.at_least(1), default=3)
-    parser.add_argument("--output", type=Path, default=Path("out"))
-    for name, value in {"arch": ["a"], "size": {}, "output": (3,)}.items():
-        with refusal("flags.error", f"--{name}: {value!r} instead of"):
-            parser.set_defaults(**{name: value})
-    parser.set_defaults(arch=3, lr=1, size=4.0, output="there", own=[1])
-    found = parser.parse_args([])
-    assert vars(found) == {
-        **{"arch": "3", "lr": 1, "size": 4.0, "output": Path("there"), "own": [1]}
-    }
-    parser.set_defaults(size="x")
-    with refusal("flags.error", "--size", "x is not an integer"):
-        parser.parse_args([])
 
 
 def test_flags_of_a_checkpoint():

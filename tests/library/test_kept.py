@@ -57,7 +57,7 @@ def train(out: Path, dies_after: int = 0) -> tuple[Any, list, ddpkit.Run]:
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     how = {"classes": CLASSES, "workers": 0}
     val = ddpkit.val_loader(More(), 4, **how)
-    criterion = ddpkit.Criterion(Counting(), CLASSES)
+    criterion = ddpkit.Criterion(Counting(), CLASSES, "mean")
     run = ddpkit.Run(
         folder,
         ddpkit.train_loader(More(), 2, accumulate=2, **how),

@@ -159,12 +159,10 @@ class Stream(sets.IterableDataset):
         share: str,
         count: int = 40,
         noise: bool = False,
-        labels: int = 10,
     ) -> None:
         self.share = share
         self.count = count
         self.noise = noise
-        self.labels = labels
         self.augment = {"noise": np.random.default_rng()}  # as a library's
 
     def mine(self) -> Sequence[int]:
@@ -173,8 +171,6 @@ class Stream(sets.IterableDataset):
         rank = distributed.rank()
         if self.share == "all":
             return range(self.count)
-        if self.share == "pairs":
-            return range(rank // 2, self.count, 2)
         if self.share == "uneven":
             return range(0, 9) if rank == 0 else range(9 * rank, self.count, ranks)
         return range(rank, self.count, ranks)
@@ -193,23 +189,7 @@ class Stream(sets.IterableDataset):
                     self.augment["noise"].integers(0, 99, (3, 2, 2), np.uint8)
                 )
             image[0, 0, 0] = number
-            yield image, number * 7 % self.labels
-
-
-class Changing(Stream):
-    """As mosaicml/streaming: each time it is begun it has another order."""
-
-    turn = 0
-
-    def mine(self) -> Sequence[int]:
-        return random.Random(self.turn).sample(super().mine(), len(self))
-
-    def __len__(self) -> int:
-        return len(super().mine())
-
-    def __iter__(self) -> Iterator:
-        self.turn += 1
-        return super().__iter__()
+            yield image, number % 10
 
 
 class Shard(sets.Dataset):
@@ -227,8 +207,18 @@ class Shard(sets.Dataset):
         return image, 0
 
 
+def said(dataset: Any) -> Any:
+    """The data set, of this rank's samples, as its owner says."""
+    dataset.num_replicas = distributed.world_size()
+    dataset.rank = distributed.rank()
+    return dataset
+
+
 class Share(sets.Sampler):
     """As people write it."""
+
+    def __init__(self) -> None:
+        said(self)
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(distributed.rank(), 40, distributed.world_size()))
@@ -251,27 +241,17 @@ def trained_on(loader: Any, epoch: int = 0) -> list[list[int]]:
 
 @on_ranks(2, 3)
 def test_each_sample_is_trained_on_once() -> None:
-    """Whether ranks have the same batches or their own, with workers or without, in any epoch."""
+    """With workers or without, in any epoch."""
     ranks = distributed.world_size()
     rank = distributed.rank()
     everything = Shard(range(40))
     make = partial(DataLoader, batch_size=2)
     mine = range(rank, 40, ranks)
-    declared = Stream("rank", labels=1)
-    declared.num_replicas, declared.rank = ranks, rank  # type: ignore[attr-defined]
     for loader in (
-        make(Stream("rank")),
-        make(Stream("rank", noise=True)),
-        make(Stream("rank", labels=1)),
-        make(Changing("rank")),
-        make(declared),
-        make(Stream("rank"), num_workers=2, persistent_workers=True),
-        make(Stream("all")),
-        make(Stream("all", noise=True)),
-        make(Stream("all", noise=True), num_workers=1),
-        make(Shard(mine)),
-        make(Shard(mine), shuffle=True),
-        make(everything, shuffle=True),
+        make(said(Stream("rank"))),
+        make(said(Stream("rank", noise=True))),
+        make(said(Stream("rank")), num_workers=2, persistent_workers=True),
+        make(said(Shard(mine)), shuffle=True),
         make(everything, sampler=Share()),
         make(everything, sampler=DistributedSampler(everything)),
         DataLoader(
@@ -285,7 +265,8 @@ def test_each_sample_is_trained_on_once() -> None:
             assert len(set(found)) > 40 - 2 * ranks
             # which DistributedSampler repeats
             assert len(found) - len(set(found)) < ranks
-    orders = [trained_on(make(everything, shuffle=True), epoch) for epoch in (0, 0, 1)]
+    shuffled = make(said(Shard(mine)), shuffle=True)
+    orders = [trained_on(shuffled, epoch) for epoch in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
 
 
@@ -299,17 +280,14 @@ def test_shares_that_are_meant_to_be_equal() -> None:
     found = trained_on(loader)
     assert len(set(found[0])) == 20
     assert all(part == found[0] for part in found)
-    found = trained_on(DataLoader(Stream("uneven"), 1))
+    found = trained_on(DataLoader(said(Stream("uneven")), 1))
     assert [len(part) for part in found] == [8, 8, 8]  # as many as the least share has
     wrong = DistributedSampler(data, 2, 0)
-    with refusal("other_loaders.has_share", "(2, 0)"):
+    with refusal("other_loaders.check_share", "(2, 0)"):
         trained_on(DataLoader(data, 2, sampler=wrong))
-    with refusal(
-        "other_loaders.compare_ranks", "the training loader gives some ranks the same"
-    ):
-        trained_on(DataLoader(Stream("pairs"), 2))
-    with refusal("other_loaders.compare_ranks", "each time that they are read"):
-        trained_on(DataLoader(Stream("all", noise=True, labels=1), 2))
+    for nobody_knows in data, Stream("all"), Stream("rank"):
+        with refusal("other_loaders.check_share", "ddpkit.train_loader(...) or a Dist"):
+            trained_on(DataLoader(nobody_knows, 2))
 
 
 @on_ranks(1, 2, 3)
@@ -318,13 +296,11 @@ def test_each_sample_is_evaluated_once() -> None:
     ranks = distributed.world_size()
     rank = distributed.rank()
     make = partial(DataLoader, batch_size=2)
-    for loader, are_known in (
-        (make(data), True),
-        (make(data, shuffle=True), False),
-        (make(Stream("all", 41)), True),
-        (make(Stream("rank", 41)), ranks == 1),
-        (make(Stream("rank", 2), num_workers=1), ranks == 1),
-        (make(Shard(range(rank, 41, ranks))), ranks == 1),
+    for loader in (
+        make(said(Stream("rank", 41))),
+        make(said(Stream("rank", 2)), num_workers=1),
+        make(said(Shard(range(rank, 41, ranks)))),
+        make(said(Shard(range(rank, 41, ranks))), shuffle=True),
     ):
         samples.seed(rank)  # as training leaves it
         pairs = []
@@ -336,13 +312,18 @@ def test_each_sample_is_evaluated_once() -> None:
         total = 2 if loader.num_workers else 41
         assert [value for value, _ in seen] == list(range(total))
         assert len({index for _, index in seen}) == total
-        assert are_known == all(value == index for value, index in seen)
+        assert all(index < 0 for _, index in seen)
     for sampler in (
+        None,
         DistributedSampler(data),
         OrderedDistributedSampler(data, ranks, rank),
     ):
-        with refusal("sources.dealt", type(sampler).__name__):
-            next(sources.eval_batches(make(data, sampler=sampler), CPU))
+        loader = make(data, sampler=sampler)
+        if ranks == 1:
+            assert len(numbers(sources.eval_batches(loader, CPU))) == 41
+            continue
+        with refusal("other_loaders.check_share", "use ddpkit.val_loader(...); if"):
+            next(sources.eval_batches(loader, CPU))
 
 
 @on_ranks(2)
@@ -544,8 +525,6 @@ def test_loaders_by_hand() -> None:
         for one, other in zip(found, moved, strict=True):
             assert one[0].dtype == torch.float32
             assert all(map(torch.equal, one, other))
-        with refusal("normalizing.getitem", "images, targets, *_ = batch"):
-            found[0]["pixel_values"]
     both = sets.ConcatDataset([Own([0], IMAGE), Own([0], torch.ones(3, 8, 8))])
     sizes = [x.shape for x, *_ in loading.val_loader(both, 2, classes=2, workers=0)]
     assert sizes == ([(1, 3, 4, 4), (1, 3, 8, 8)] if distributed.is_rank_zero() else [])

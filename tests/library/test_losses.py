@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,72 +47,18 @@ def test_losses_of_other_kinds() -> None:
         ((one[0], one), "tuple"),
         (2.5, "float"),
     ):
-        criterion = ddpkit.Criterion(lambda *_, found=found: found)
+        criterion = ddpkit.Criterion(lambda *_, found=found: found, (), "mean")
         with refusal("criterion.call", text, "count(targets)"):
             criterion(outputs, torch.ones(4))
     with refusal("criterion.init", 'reduction="none"', '"mean"'):
         ddpkit.Criterion(nn.MSELoss(reduction="none"))
 
+    with refusal("criterion.init", 'reduction=""', 'reduction="mean"'):
+        ddpkit.Criterion(functional.mse_loss)
     with refusal("criterion.init", 'reduction="total"', '"mean"'):
         ddpkit.Criterion(functional.mse_loss, reduction="total")
     with refusal("criterion.count", "dict", "count(targets)"):
         ddpkit.Criterion(nn.MSELoss()).count({"boxes": one})
-
-
-def test_a_mean_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line says that it depends on how images are grouped; of a mean over labels none does."""
-    lines: list[str] = []
-    monkeypatch.setattr(distributed, "print0", lines.append)
-    torch.manual_seed(0)
-    outputs = torch.randn(7, 3)
-    targets = torch.tensor([1, 1, 0, 0, 2, 0, 2])
-
-    def weighted(outputs: Tensor, targets: Tensor) -> Tensor:
-        weights = 1.0 + 5 * (targets == 1)
-        each = functional.cross_entropy(outputs, targets, reduction="none")
-        return (weights * each).sum() / weights.sum()
-
-    def contrast(outputs: Tensor, _: Tensor) -> Tensor:
-        return (outputs @ outputs.T).logsumexp((0, 1))
-
-    mean = functools.partial(functional.cross_entropy)
-    total = functools.partial(functional.cross_entropy, reduction="sum")
-    masks = targets.repeat(1, 2, 1)
-    pixels = outputs.T.repeat(1, 2, 1).view(1, 3, 2, 7)
-    for loss, kind, is_right in (
-        (mean, "mean", True),
-        (total, "sum", True),
-        (total, "mean", False),
-        (mean, "sum", False),
-        (weighted, "mean", False),
-        (contrast, "mean", False),
-    ):
-        criterion = ddpkit.Criterion(loss, "abc", reduction=kind)
-        criterion(outputs[:0], targets[:0])  # shows nothing
-        for _ in range(2):  # said once
-            criterion(outputs, targets)
-        assert len(lines) == (not is_right)
-        if lines:
-            assert f"no {kind} over labels" in lines[0]
-            assert "count(targets)" in lines[0]
-        lines.clear()
-        if loss in (mean, total):  # also of one sample
-            ddpkit.Criterion(loss, "abc", kind)(pixels, masks)
-            assert len(lines) == (not is_right)
-            lines.clear()
-
-
-class Running(nn.Module):
-    """Has a buffer, which each call changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self.calls += 1
-        random.random()
-        return functional.cross_entropy(outputs, targets)
 
 
 class Own(nn.Module):
@@ -181,14 +126,6 @@ def test_sums_and_counts_of_any_loss() -> None:
         if is_mean and loss is not sum_by_hand and expected != 6.0:
             mean = float(loss(outputs.float(), targets))
             assert total / count == pytest.approx(mean, rel=1e-4)
-    running = Running()
-    random.seed(0)
-    ddpkit.Criterion(running, "abc")(line, labels)
-    found = random.random()
-    random.seed(0)
-    random.random()
-    assert float(running.calls) == 1
-    assert found == random.random()
     own = ddpkit.Criterion(Own(), "abc")
     assert own.count({"labels": labels}).item() == 6
     assert own(line, {"labels": labels}) > 0

@@ -79,7 +79,7 @@ def with_run(folder_path: Path) -> list:
     optimizer = torch.optim.SGD(net.parameters(), 0.125)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     how = {"classes": CLASSES, "workers": 0}
-    criterion = ddpkit.Criterion(linear, CLASSES)
+    criterion = ddpkit.Criterion(linear, CLASSES, "mean")
     run = ddpkit.Run(
         folder,
         ddpkit.train_loader(Points(), 4, **how),

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,7 @@ def test_sums_are_rounded_once() -> None:
         total = Exact()
         for number in numbers:
             total.include(torch.tensor(number, dtype=torch.float64))
-        assert float(total) == 1.0
+        assert total.finite_sum() == 1 + Fraction(1e-300)
     total.include(torch.tensor(float("nan")))
-    assert float(total) != float(total)
+    total.finite_sum()
+    assert total.lost != total.lost

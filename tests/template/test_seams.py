@@ -295,33 +295,27 @@ def test_gradients_are_clipped_in_each_step(edited: Callable[[str], Edited]) -> 
 
 
 def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
-    """What they give up is said; the ranks share their batches."""
+    """What they give up is said; each rank takes its share, or training does not begin."""
     own = edited("loader")
     main = own.folder / "main.py"
     plain = main.read_text()
     assert own.run("plain", "--epochs", 2, "--save-every", 2, stop=5).status == -9
     said = own.run("plain", "--epochs", 2).ok().out
     assert "to resume within an epoch its batches of before are read again" in said
-    assert "in turn, so that each reads 2 times" in said
     last = own.state("plain/last.pt")
     assert last["epoch"] == 2
     assert last["step"] == 6
     own.run("whole", "--epochs", 2).ok()
     assert digest(own.out / "whole") == digest(own.out / "plain")
-    sampler = "sampler=torch.utils.data.distributed.DistributedSampler"
-    text = plain.replace("shuffle=True", f"{sampler}(train_set)")
-    main.write_text(text)
-    own.run("distributed").ok()
-    assert own.state("distributed/last.pt")["step"] == 3
-    share = "sampler=range(torch.distributed.get_rank(), len(train_set), 2)"
-    main.write_text(main.read_text().replace(f"{sampler}(train_set)", share))
-    said = own.run("shares").ok().out
-    assert "batches of its own and takes them all, 6 in all" in said
+    sampler = "torch.utils.data.DistributedSampler"
+    share = "range(torch.distributed.get_rank(), len(train_set), 2)"
+    main.write_text(plain.replace(f"{sampler}(train_set, seed=args.seed)", share))
+    own.run("shares").refused("other_loaders.check_share", "the train loader")
     val = plain[plain.index("    val_loader = ") : plain.index("    # The network")]
-    other = f"    val_loader = DataLoader(val_set, 4, {sampler}(val_set))\n"
+    other = f"    val_loader = DataLoader(val_set, 4, sampler={sampler}(val_set))\n"
     text = plain.replace(val, other).replace("val_loader.channels", "3")
     main.write_text(text)
-    own.run("repeats").refused("sources.dealt", "DistributedSampler")
+    own.run("repeats").refused("other_loaders.check_share", "the val loader")
 
 
 def test_teacher(edited: Callable[[str], Edited]) -> None:
