@@ -300,10 +300,6 @@ def open_image(
         if format.channels:
             values = read_values(path, data, format)
             return LazyImage.of(_to_floats(path, values, format))
-        size = _size_of_upright(data)
-        if size:
-            format.check_size(path, size)
-            return _open_jpeg(path, data, size)
         with _opened(path, data, format) as file:
             if is_deep(file):
                 values = read_values(path, data, format)
@@ -327,21 +323,6 @@ def open_image(
             # a quarter turn shows by the size
             image.is_turned = orientation in range(2, 9) and size == image.size
             return image
-
-
-def _size_of_upright(data: bytes) -> tuple[int, int] | None:
-    """Return width and height of a JPEG that nothing turns: in a tenth of the time Pillow takes."""
-    if not (simplejpeg and data.startswith(b"\xff\xd8\xff")):
-        return None
-    header, _ = _divide(data)
-    # XMP may have an orientation, too
-    if any(b"Exif" in segment or b"Orientation" in segment for segment in header):
-        return None
-    with contextlib.suppress(ValueError):  # then Pillow may read it, or explain
-        height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
-        if colors in ("YCbCr", "Gray"):  # CMYK needs Pillow
-            return width, height
-    return None
 
 
 def _divide(data: bytes) -> tuple[list[bytes], bytes]:
