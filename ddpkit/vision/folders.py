@@ -22,7 +22,7 @@ from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
 from ddpkit.run.file_names import EPOCHS, SHOWN, STEPS
 from ddpkit.vision import class_counts, lists, masks, pairing, places
-from ddpkit.vision.images import LazyImage, open_image
+from ddpkit.vision.images import LazyImage, is_array, open_image
 from ddpkit.vision.names import hint_at_look, refuse_alike
 from ddpkit.vision.places import EXTENSIONS, Place
 
@@ -179,14 +179,9 @@ def index_by_name(
 
 
 def find_list(root: Path, part: str) -> Path | None:
-    """Return the list of a part in `root`, by any of its usual names, if there is one."""
-    named = [root / f"{name}.csv" for name in places.PARTS[part]]
-    found = [path for path in named if path.exists()]
-    if len(found) > 1:
-        raise UserError(f"{found[0]} and {found[1]}: remove or rename one of them")
-    if found and found[0] != named[0]:
-        distributed.print0(f"no {named[0]}: {found[0]} is used for {part}")
-    return found[0] if found else None
+    """Return the list of a part in `root`, if there is one."""
+    path = root / f"{part}.csv"
+    return path if path.exists() else None
 
 
 def hold_out(
@@ -477,6 +472,11 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
         # DIR/images/train2 beside DIR/images/val2 would all be for training
         is_whole = not any(map(places.is_part, parent.parts[-2:]))
         refuse_splits(names, parent, is_whole)
+    arrays = [path for path in mask_of.values() if is_array(path)]
+    if arrays:
+        raise UserError(
+            f"{arrays[0]}: an array, no image; save masks as PNG{or_convert}"
+        )
     mask_with, rule = pairing.match_names(image_of, mask_of)
     if rule.describe():
         distributed.print0(f"{folder_of_masks}: {rule.describe()}")

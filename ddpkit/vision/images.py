@@ -588,24 +588,6 @@ def visible(image: Tensor) -> Tensor:
     return stretched.clamp(0, 255).byte().expand(3, -1, -1)
 
 
-def read_array(
-    path: str,
-    format: Format = DEFAULT_FORMAT,
-) -> np.ndarray:
-    """Return the numbers in a .npy file, (height, width); for masks."""
-    with _reading(path, is_mask=True):
-        values = _read_npy(path, files.read_file(path), format)
-        if values.shape[2:] == (1,):
-            values = values[..., 0]
-        if values.ndim != 2 or values.dtype.kind not in "biuf" or not values.size:
-            raise UserError(
-                f"{path}: {values.dtype} values of shape {values.shape}; save a mask as "
-                "integers of shape (height, width)"
-            )
-        is_small = values.dtype.kind in "iu" and 0 <= values.min() <= values.max() < 256
-        return values.astype(np.uint8) if is_small else values
-
-
 def is_array(path: str) -> bool:
     return path.lower().endswith(".npy")
 
@@ -699,7 +681,9 @@ def _reading(
         if isinstance(error, UnidentifiedImageError):
             reason = "not an image of a type that is read"
             if is_mask:
-                remedy = "masks are PNG, .npy, or without loss BMP, WebP or TIFF of 8 to 32 bits"
+                remedy = (
+                    "masks are PNG, or without loss BMP, WebP or TIFF of 8 to 32 bits"
+                )
             elif path.lower().endswith((".npy", ".tif", ".tiff")):
                 remedy = f'if it is whole, it needs the number of "channels" in {NAME}'
         elif isinstance(error, MemoryError) or number in EXHAUSTED:

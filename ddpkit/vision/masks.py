@@ -202,18 +202,7 @@ def lazy_mask(
     Raises a UserError if the file is no mask. That a value is no class is found, too, where it is
     read: in a crop it may lie outside.
     """
-    if images.is_array(path):
-        values = images.read_array(path, format)
-        if values.dtype not in (bool, np.uint8):
-            if labels.has_greys:
-                raise UserError(
-                    f"{path}: a mask of {values.dtype}; save it in RGB, or grey of 8 bits"
-                )
-            # of any type: what classes.txt lists has nine digits at most
-            return LazyMask(values.astype(np.float64), Legend(path, labels).translate)
-        image = Image.fromarray(values)
-    else:
-        image = images.read_stored(path, format)
+    image = images.read_stored(path, format)
     _refuse_changed(path, image)
     if image.mode == "RGB" or (image.mode == "P" and labels.kind == 3):
         image = image.convert("RGBA")  # transparent where the file says so of a colour
