@@ -164,11 +164,11 @@ def collect(
 
 
 def index_by_name(
-    found: Sequence[tuple[str, str]], note: Note = raise_it
+    named: Sequence[tuple[str, str]], note: Note = raise_it
 ) -> dict[str, str]:
     """Return {name: path} of (path, name) pairs; a UserError if two share a name."""
     path_of: dict[str, str] = {}
-    for path, name in found:
+    for path, name in named:
         if name in path_of:
             shared = UserError(
                 f"{path} and {path_of[name]} have the same name; rename one"
@@ -198,16 +198,16 @@ def hold_out(
         kind = None if group or isinstance(label, str) else label
         units.setdefault(kind, {}).setdefault(unit, []).append(index)
     held = []
-    for found in units.values():
+    for members in units.values():
         # as if by chance, but the same each time and everywhere
-        order = sorted(found, key=lambda unit: zlib.crc32(os.fsencode(unit)))
+        order = sorted(members, key=lambda unit: zlib.crc32(os.fsencode(unit)))
         if fold:  # in turn, so that the folds are of one size
             number, count = fold
             taken = order[number - 1 :: count]
         else:
             taken = order[: max(len(order) > 1, round(0.15 * len(order)))]
         for unit in taken:
-            held += found[unit]
+            held += members[unit]
     return sorted(held)
 
 
@@ -260,11 +260,11 @@ def find_parts(
     """Return the pairs for training and for `part`, None to `split`; note: gets all errors."""
     # with folds DIR/val is left alone
     wanted = ["train"] if fold and part == "val" else ["train", part]
-    found = read_parts(root, has_masks, wanted, note)
-    if part == "test" and part not in found:
+    parts = read_parts(root, has_masks, wanted, note)
+    if part == "test" and part not in parts:
         lacking = root / ("test.csv" if has_lists(root) else "test")
         raise UserError(f"{lacking}: not found; --eval-only test needs it")
-    return found["train"], found.get(part)
+    return parts["train"], parts.get(part)
 
 
 def read_parts(
@@ -379,16 +379,16 @@ def class_names(label: str, several: bool) -> list[str]:
 def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs:
     """Return the samples, by class, with its number in place of its name, or a text of several."""
     number_of = {name: number for number, name in enumerate(classes)}
-    found = []
+    numbered = []
     for path, label, *group in samples:
         # without doubles, such as "cat; cat"; unknown ones come in `check` alone
         known = number_of.keys() & set(class_names(label, several))
         own = sorted(number_of[name] for name in known)
         if several:
-            found.append((path, SEPARATOR.join(map(str, own)), *group))
+            numbered.append((path, SEPARATOR.join(map(str, own)), *group))
         elif own:
-            found.append((path, own[0], *group))
-    return sorted(found, key=itemgetter(1))
+            numbered.append((path, own[0], *group))
+    return sorted(numbered, key=itemgetter(1))
 
 
 def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
@@ -604,8 +604,8 @@ class ImageFiles(Files):
         label = self.samples[index][1]
         if isinstance(label, int):
             return label
-        found = torch.tensor(class_numbers(label), dtype=torch.int64)
-        return torch.zeros(self.classes).index_fill(0, found, 1)
+        numbers = torch.tensor(class_numbers(label), dtype=torch.int64)
+        return torch.zeros(self.classes).index_fill(0, numbers, 1)
 
     def open(self, index: int) -> tuple[LazyImage]:
         return (open_image(self.samples[index][0], self.format),)

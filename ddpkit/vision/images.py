@@ -146,8 +146,8 @@ class LazyImage(Image.Image):
         if self.is_loaded:
             return super().__array_interface__
         # a view, not to be written to, as Pillow's
-        found = self.pixels.__array_interface__
-        return {**found, "data": (found["data"][0], True)}
+        interface = self.pixels.__array_interface__
+        return {**interface, "data": (interface["data"][0], True)}
 
     def __reduce__(self) -> tuple:
         # for another process, which cannot get the function `decode`
@@ -189,8 +189,8 @@ class LazyImage(Image.Image):
 
     def _decoded(self, shrink: int) -> np.ndarray:
         if self.is_loaded:  # PIL may have changed it
-            found = np.asarray(self)
-            return found[..., None] if self.mode == "F" else found
+            pixels = np.asarray(self)
+            return pixels[..., None] if self.mode == "F" else pixels
         return self.decode(shrink) if shrink > 1 else self.pixels
 
     def _edges(
@@ -263,10 +263,10 @@ class LazyMask(LazyImage):
         height, width = part.shape
         if (height, width) == size:
             return torch.from_numpy(part)
-        found = np.full(size, fill, np.uint8)
+        filled = np.full(size, fill, np.uint8)
         if part.size:
-            found[y : y + height, x : x + width] = part
-        return torch.from_numpy(found)
+            filled[y : y + height, x : x + width] = part
+        return torch.from_numpy(filled)
 
 
 def _nearest(
@@ -349,9 +349,9 @@ def _open_jpeg(
         rows = -(-height // shrink)  # rounded up
         columns = -(-width // shrink)
         with _reading(path):
-            found = _decode_strictly(data, "RGB", rows, columns)
-            if found is not None:
-                return found
+            pixels = _decode_strictly(data, "RGB", rows, columns)
+            if pixels is not None:
+                return pixels
             # without simplejpeg, or what it has failed at: Pillow may read it, or explain
             with _open_bytes(data) as image:
                 image.draft("RGB", (width // shrink, height // shrink))

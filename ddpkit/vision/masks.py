@@ -161,10 +161,10 @@ def parse(
     kind = next((len(key) for _, key, is_void in rows if not is_void), 0)
     number_of: dict[str, int] = {}
     keys: dict[tuple, int] = {}
-    place = 0  # among the lines with a name alone
+    position = 0  # among the lines with a name alone
     for name, given, is_void in rows:
-        key = given or (place,)
-        place += not given
+        key = given or (position,)
+        position += not given
         # beside names alone, void may have a value
         if len(given) != kind and not (is_void and kind == 0 and len(given) == 1):
             raise UserError(f"{path}: {name}: write all lines in one way: {FORMS}")
@@ -256,8 +256,8 @@ def _read_bytes(
         )
     if is_two_tone:  # 0 and 1 may be meant as well as 0 and 255
         # that its value is white; the others are black
-        colors = [BLACK] * labels.white + [WHITE]
-        return shown.clip(max=labels.white), Legend(path, labels, colors, "0 and 1")
+        tones = [BLACK] * labels.white + [WHITE]
+        return shown.clip(max=labels.white), Legend(path, labels, tones, "0 and 1")
     return shown, Legend(path, labels, GREYS)
 
 
@@ -382,10 +382,10 @@ def _values_in(stored: np.ndarray) -> list[int]:
 
 def add_meanings(
     known: Meant,
-    found: Meant,
+    meant: Meant,
 ) -> None:
     """Add to what masks mean what another one means; a UserError if it contradicts them."""
-    for shown, (meaning, path) in found.items():
+    for shown, (meaning, path) in meant.items():
         before, other = known.setdefault(shown, (meaning, path))
         if before != meaning:
             raise UserError(
@@ -429,12 +429,12 @@ def explain_values(
 
     names: of the classes, if classes.txt has them.
     """
-    found = [value for value in values if value != VOID]
+    used = [value for value in values if value != VOID]
     # without names: 0 to their number, of which the last one is less
-    if len(found) > 1 and (names or found[-1] < len(found)):
+    if len(used) > 1 and (names or used[-1] < len(used)):
         return ""
     if names:
-        seen = [names[value] for value in found if value < len(names)]
+        seen = [names[value] for value in used if value < len(names)]
         hint = ""
         if VOID in values:
             seen.append("void")

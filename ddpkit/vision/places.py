@@ -91,25 +91,25 @@ def role_of(*names: str) -> Role:
 
     Such as train, JPEGImages, train_images or trainannot; and train, images or images, train.
     """
-    found = [FOLDER.fullmatch(name.lower()) for name in names]
-    parts = [PART_OF[each[1]] for each in found if each and each[1]]
-    kinds = [KIND_OF[each[2]] for each in found if each and each[2]]
-    if None in found or len(parts) > 1 or len(kinds) > 1:
+    matches = [FOLDER.fullmatch(name.lower()) for name in names]
+    parts = [PART_OF[each[1]] for each in matches if each and each[1]]
+    kinds = [KIND_OF[each[2]] for each in matches if each and each[2]]
+    if None in matches or len(parts) > 1 or len(kinds) > 1:
         return Role()
     return Role("".join(parts), "".join(kinds))
 
 
 def find_roles(root: Path) -> Roles:
     """Return the folders in `root`, and those in them, by what their names say."""
-    found: Roles = {}
+    roles: Roles = {}
     for outer in inner_folders(root):
         role = role_of(outer.name)
         if role == Role():
             continue
-        found.setdefault(role, []).append(outer)
+        roles.setdefault(role, []).append(outer)
         for inner in inner_folders(outer):
-            found.setdefault(role_of(outer.name, inner.name), []).append(inner)
-    return found
+            roles.setdefault(role_of(outer.name, inner.name), []).append(inner)
+    return roles
 
 
 def choose_folder(root: Path, roles: Roles, part: str, kind: str = "") -> Path | None:

@@ -259,11 +259,11 @@ def find_prefixes(mine: Tensors, theirs: Tensors) -> tuple[str, str]:
                 if weight is not None and fits(value, weight):
                     counts[name.removesuffix(rest), own] += 1
 
-    def quality(found: tuple[str, str]) -> tuple[int, ...]:
+    def quality(prefixes: tuple[str, str]) -> tuple[int, ...]:
         """Return what is the least of the best: the most matches, then KEYS, then the shortest."""
-        first = found[0].partition(".")[0]
-        place = (*KEYS, first).index(first)
-        return -counts[found], place, *map(len, found)
+        first = prefixes[0].partition(".")[0]
+        rank = (*KEYS, first).index(first)
+        return -counts[prefixes], rank, *map(len, prefixes)
 
-    known = [found for found in counts if 2 * counts[found] >= starts[found[1]]]
+    known = [each for each in counts if 2 * counts[each] >= starts[each[1]]]
     return min(known, key=quality, default=("", ""))

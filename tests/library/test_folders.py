@@ -440,7 +440,7 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
         find("masks", data)
     shutil.rmtree(data)
     data = drawn("labels")
-    with refusal("places.refuse_unknown", "waves; segmentation expects"):
+    with refusal("places.refuse_unknown", "rings, ...; segmentation expects"):
         find("masks", data)
     listed = next((data / "train").glob("*/*"))
     with refusal("places.inner_folders", listed, "or a file"):

@@ -304,19 +304,21 @@ def test_tiffs_that_are_no_masks(
 
 def test_arrays(tmp_path: Path) -> None:
     """convert reads .npy masks; where training finds one, it says so."""
+    data = tmp_path / "data"
+    made = tmp_path / "made"
     for name in "images/1.png", "images/2.png":
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / name)
-    (tmp_path / "masks").mkdir()
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(data / name)
+    (data / "masks").mkdir()
     for number in 1, 2:
-        np.save(tmp_path / f"masks/{number}.npy", np.arange(64).reshape(8, 8) // 32)
-    with refusal("folders.match_pairs", tmp_path / "masks", ".npy: an array"):
-        folders.find_mask_pairs(tmp_path)
-    command.main([str(tmp_path), str(tmp_path / "made")])
-    train, val = folders.find_mask_pairs(tmp_path / "made")
+        np.save(data / f"masks/{number}.npy", np.arange(64).reshape(8, 8) // 32)
+    with refusal("folders.match_pairs", data / "masks", ".npy: an array"):
+        folders.find_mask_pairs(data)
+    command.main([str(data), str(made)])
+    train, val = folders.find_mask_pairs(made)
     assert len(train) == len(val) == 1
     with refusal("images.reading", "1.npy", "masks are PNG, or"):
-        masks.read_mask(str(tmp_path / "masks/1.npy"), masks.unnamed())
+        masks.read_mask(str(data / "masks/1.npy"), masks.unnamed())
 
 
 def draw_size(length: int, chance: random.Random) -> int:

@@ -66,13 +66,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         cells.append(run.cells + values)
     for line in rows.table_lines(columns, cells):
         print_line(line, sys.stdout)
-    sizes = sorted({run.flags[BATCH] for run in runs if run.flags[BATCH]})
-    if len(sizes) > 1:
-        print_line(
-            f"{BATCH}: {' and '.join(map(str, sizes))}, so that steps are not alike; compare runs "
-            "of one --batch-size x ranks x --accumulate, or of an --lr that is scaled with it",
-            sys.stdout,
-        )
 
 
 def is_run(folder: Path) -> bool:
