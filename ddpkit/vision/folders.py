@@ -475,22 +475,21 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
     arrays = [path for path in mask_of.values() if is_array(path)]
     if arrays:
         raise UserError(
-            f"{arrays[0]}: an array, no image; save masks as PNG{or_convert}"
+            f"{arrays[0]}: an array, no image; save masks as PNG, as "
+            f"{places.convert_command(place.root)} does"
         )
     mask_with, rule = pairing.match_names(image_of, mask_of)
     if rule.describe():
         distributed.print0(f"{folder_of_masks}: {rule.describe()}")
     lone_masks = sorted(mask_of.keys() - set(mask_with.values()))
     there = f", which has {mask_of[lone_masks[0]]}" if lone_masks else ""
-    lacking = [
-        f"{image_of[name]}: no mask of that name in {folder_of_masks}{there}"
-        for name in sorted(image_of.keys() - mask_with.keys())
-    ]
-    lacking += [
-        f"{mask_of[name]}: no image of that name in {folder}" for name in lone_masks
-    ]
-    for line in lacking:
-        note(UserError(f"{line}; {REMEDY}{or_convert}"))
+    remedy = f"{REMEDY}{or_convert}"
+    for name in sorted(image_of.keys() - mask_with.keys()):
+        lack = f"{image_of[name]}: no mask of that name in {folder_of_masks}{there}"
+        note(UserError(f"{lack}; {remedy}"))
+    for name in lone_masks:
+        lack = f"{mask_of[name]}: no image of that name in {folder}"
+        note(UserError(f"{lack}; {remedy}"))
     return [
         (image_of[image], mask_of[mask]) for image, mask in sorted(mask_with.items())
     ]
