@@ -189,44 +189,35 @@ def draw_curves(
 
 def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
     """Draw the confusion matrix, int64 (classes, classes), in % of each row, of one true class."""
-    from matplotlib.colors import PowerNorm
-
     counts = confusion.cpu().double().numpy()
     count = len(classes)
     sums = counts.sum(1)
-    with np.errstate(invalid="ignore"):
-        percent = 100 * counts / sums[:, None]
-        share = counts.trace() / counts.sum()
+    percent = 100 * counts / np.maximum(sums, 1)[:, None]
     side = min(4 + 0.24 * count, 15)  # inches
     size = min(10, max(5, 18 * side / count))  # points: 100.0 fits into a cell
     with drawing(path) as figure:
         figure.set_size_inches(side, side)
         axes = figure.subplots()
         # the root makes a few percent visible
-        drawn = axes.imshow(percent, norm=PowerNorm(0.5, 0, 100), cmap="Blues")
-        axes.set_facecolor("0.85")  # of a row without labels
-        axes.set_title(f"right: {share:.1%} of {counts.sum():,.0f}")
+        axes.imshow(np.sqrt(percent), vmin=0, vmax=10, cmap="Blues")
         axes.set(xlabel="prediction", ylabel="truth (number); % of each row")
         if count <= MOST_NAMES:
             names = [clip(name) for name in classes]
             axes.set_xticks(range(count), names, rotation=90, fontsize=size)
             names = [f"{each} ({n:,.0f})" for each, n in zip(names, sums, strict=True)]
             axes.set_yticks(range(count), names, fontsize=size)
-        if count > MOST_NUMBERS:
-            figure.colorbar(drawn, shrink=0.6, ticks=[0, 1, 5, 10, 25, 50, 100])
-            return
         for row, column in np.argwhere(percent > 0):
             value = percent[row, column]
-            color = "white" if value > 30 else "black"
-            axes.text(
-                column,
-                row,
-                f"{value:.1f}",
-                color=color,
-                fontsize=size,
-                ha="center",
-                va="center",
-            )
+            if count <= MOST_NUMBERS:
+                axes.text(
+                    column,
+                    row,
+                    f"{value:.1f}",
+                    color="white" if value > 30 else "black",
+                    fontsize=size,
+                    ha="center",
+                    va="center",
+                )
 
 
 def draw_images(
