@@ -3,7 +3,6 @@
 arguments.py says what it does and takes.
 """
 
-import importlib.util
 import json
 import math
 import re
@@ -32,10 +31,6 @@ MARKUP = re.compile(r"[\\`*_{}\[\]<>|~&$!#]")  # of Markdown
 
 def main(argv: Sequence[str] | None = None) -> None:
     given = arguments.PUBLISH.parse_args(argv)
-    if not importlib.util.find_spec("huggingface_hub"):
-        raise UserError(
-            "publish needs one more package: python -m pip install huggingface_hub"
-        )
     path = given.checkpoint
     for needed in map(path.with_name, NEEDED):
         if not needed.is_file():
