@@ -40,11 +40,11 @@ class Crop:
         image = _lazy(image)
         box = self.place(image.height, image.width)
         size = (self.size, self.size)
-        found = [image.read(box, size)]
+        results = [image.read(box, size)]
         for mask in masks:
             part = _lazy(mask, is_mask=True).read(box, size, self.mask_fill)
-            found.append(tv_tensors.Mask(part))
-        return tuple(found) if masks else found[0]
+            results.append(tv_tensors.Mask(part))
+        return tuple(results) if masks else results[0]
 
 
 class RandomResizedCrop(Crop):
@@ -167,7 +167,7 @@ def parse_augment(
 
         augment = ddpkit.parse_augment({"vflip": v2.RandomVerticalFlip()}, args.augment, None)
     """
-    found = []
+    transforms = []
     for name in text.split(","):
         if not name or name in others:
             continue
@@ -177,5 +177,5 @@ def parse_augment(
             raise UserError(f"--augment {name}: is none of {names}")
         if isinstance(table[name], OF_COLORS) and channels not in (None, 1, 3):
             raise UserError(f"--augment {name}: takes 1 or 3 channels, not {channels}")
-        found.append(table[name])
-    return found
+        transforms.append(table[name])
+    return transforms

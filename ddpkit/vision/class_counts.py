@@ -28,17 +28,17 @@ def count_pixels(
     read: Callable[[int], np.ndarray], total: int, has_to_read_all: bool
 ) -> tuple[np.ndarray, int]:
     """Count each class number's pixels, int64 (256,), in some of `total` masks; how many masks."""
-    found = np.zeros(256, np.int64)
+    sums = np.zeros(256, np.int64)
     order = np.random.default_rng(0).permutation(total)
     with ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, total, CHUNK):
             chunk = order[start : start + CHUNK].tolist()
             for counts in pool.map(lambda index: histogram(read(index)), chunk):
-                found += counts
+                sums += counts
             # enough to know the shares
-            if found.sum() > MOST_PIXELS and not has_to_read_all:
-                return found, start + len(chunk)
-    return found, total
+            if sums.sum() > MOST_PIXELS and not has_to_read_all:
+                return sums, start + len(chunk)
+    return sums, total
 
 
 def say_images(

@@ -20,8 +20,9 @@ from ddpkit.data.format import MEAN, STD, Format, read_format
 from ddpkit.data.samples import Packed
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
+from ddpkit.run.file_names import EPOCHS, SHOWN, STEPS
 from ddpkit.vision import class_counts, lists, masks, pairing, places
-from ddpkit.vision.images import LazyImage, open_image
+from ddpkit.vision.images import LazyImage, is_array, open_image
 from ddpkit.vision.names import hint_at_look, refuse_alike
 from ddpkit.vision.places import EXTENSIONS, Place
 
@@ -35,7 +36,7 @@ LEFTOVERS = """#recycle|#snapshot|$extend|$recycle.bin|@__thumb|@eadir|@recently
 LEFT_OUT = {name.strip() for name in LEFTOVERS.split("|")}
 # What a folder has to which a run writes: one of these. Without a run the lock is gone.
 OF_RUNS = ({".lock"}, {"args.json", "metrics.csv"})
-FOLDERS_OF_RUNS = {"epochs", "steps", "eval"}
+WRITTEN_BY_RUNS = {"eval", EPOCHS, STEPS, *SHOWN}
 OF_PREDICTIONS = {"masks", "overlays", "legend.png"}  # what predict.py writes
 # the paths of images and their masks, or labels; then a group, if there is one
 Pairs = list[tuple]
@@ -64,9 +65,9 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     for place in folder.resolve(), folder.absolute().parent.resolve():
         seen.update(map(str, (place / "any").parents))  # the place, and those above
     for parent, inner, names in os.walk(folder, onerror=refuse, followlinks=True):
-        found = sorted(inner)
+        below = sorted(inner)
         inner.clear()  # os.walk goes on with what is in this list afterwards
-        for name in found:
+        for name in below:
             real = os.path.realpath(os.path.join(parent, name))
             if real not in seen and not name.startswith(".") and not is_leftover(name):
                 seen.add(real)
@@ -89,48 +90,44 @@ def say_skipped(why: str, what: str) -> None:
 
 
 def walk_data(
-    folder: Path, output: Path | None = None, may_be_output: bool = False
-) -> Iterator[tuple[str, list[str], list[str], set[str]]]:
-    """Like `walk`, but for what runs and predict.py have written, whose names are given, too.
+    folder: Path, output: Path | None = None
+) -> Iterator[tuple[str, list[str], list[str], bool]]:
+    """Like `walk`, but for what runs and predict.py have written, and whether there is any.
 
-    may_be_output: that may be all of `folder`. output: where predict.py writes.
+    output: where predict.py writes.
     """
     for parent, inner, names in walk(folder):
-        found = {*inner, *names}
+        there = {*inner, *names}
         made: set[str] = set()
-        if any(found >= own for own in OF_RUNS):
-            # what somebody names is meant, whatever has been written there
-            is_meant = parent == str(folder) and not may_be_output
-            made = found & FOLDERS_OF_RUNS if is_meant else found
-        elif found >= OF_PREDICTIONS or os.path.realpath(parent) == str(output):
-            made = found & OF_PREDICTIONS
+        if any(there >= own for own in OF_RUNS):
+            # of what somebody names the rest is meant
+            made = there & WRITTEN_BY_RUNS if parent == str(folder) else there
+        elif there >= OF_PREDICTIONS or os.path.realpath(parent) == str(output):
+            made = there & OF_PREDICTIONS
         if made:
             say_skipped("a run or predict.py writes there", parent)
-        # `walk` goes on with what is left
+        # `walk` goes on with what remains
         inner[:] = [name for name in inner if name not in made]
-        yield parent, inner, [name for name in names if name not in made], made
+        yield parent, inner, [name for name in names if name not in made], bool(made)
 
 
-def list_images(
-    folder: Path, output: Path | None = None, may_be_output: bool = False
-) -> list[str]:
-    """Return the paths of all images below `folder`, sorted; a UserError if there is none.
+def list_images(folder: Path, output: Path | None = None) -> list[str]:
+    """Return the paths of all images below `folder`, sorted.
 
-    output, may_be_output: as of `walk_data`.
+    output: as of `walk_data`. Raises a UserError if there are none, unless that is because runs or
+    predict.py write there.
     """
     paths_of: dict[str, list[str]] = {}  # by the files' endings
     has_output = False
-    for parent, _, names, made in walk_data(folder, output, may_be_output):
-        has_output = has_output or bool(made)
+    for parent, _, names, is_output in walk_data(folder, output):
+        has_output = has_output or is_output
         for name in names:
             if not name.startswith("."):
                 ending = os.path.splitext(name)[1].lower()
                 paths_of.setdefault(ending, []).append(os.path.join(parent, name))
     # arrays may be anything, such as embeddings beside the images
     read = (EXTENSIONS & paths_of.keys()) or ({".npy"} & paths_of.keys())
-    if not read and may_be_output and has_output:
-        return []  # the folder of a run, no class
-    if not read:
+    if not read and not has_output:
         there = shorten(sorted(paths_of)) or "nothing"
         raise UserError(
             f"{folder}: no images in it ({there}); add some, such as .jpg or .png, or remove the "
@@ -148,30 +145,30 @@ def collect(
 
     output: where predict.py writes; what it has written is left out.
     """
-    found = []
+    images = []
     output = output and output.resolve()
-    are_several = len(inputs) > 1  # of which a shell's * may have named some
     for given in dict.fromkeys(map(Path, inputs)):  # each once
+        # a shell's * may have named it
         is_written = given.name in OF_PREDICTIONS and given.parent.resolve() == output
-        if are_several and (is_written or is_leftover(given.name)):
+        if len(inputs) > 1 and (is_written or is_leftover(given.name)):
             continue
         if os.path.isfile(given):  # False, too, of a name that is too long
             start = given.parent
             paths = [str(given)]
         else:
             start = given
-            paths = list_images(given, output, are_several)
+            paths = list_images(given, output)
         for path in paths:
-            found.append((path, os.path.splitext(os.path.relpath(path, start))[0]))
-    return found
+            images.append((path, os.path.splitext(os.path.relpath(path, start))[0]))
+    return images
 
 
 def index_by_name(
-    found: Sequence[tuple[str, str]], note: Note = raise_it
+    named: Sequence[tuple[str, str]], note: Note = raise_it
 ) -> dict[str, str]:
     """Return {name: path} of (path, name) pairs; a UserError if two share a name."""
     path_of: dict[str, str] = {}
-    for path, name in found:
+    for path, name in named:
         if name in path_of:
             shared = UserError(
                 f"{path} and {path_of[name]} have the same name; rename one"
@@ -182,14 +179,9 @@ def index_by_name(
 
 
 def find_list(root: Path, part: str) -> Path | None:
-    """Return the list of a part in `root`, by any of its usual names, if there is one."""
-    named = [root / f"{name}.csv" for name in places.PARTS[part]]
-    found = [path for path in named if path.exists()]
-    if len(found) > 1:
-        raise UserError(f"{found[0]} and {found[1]}: remove or rename one of them")
-    if found and found[0] != named[0]:
-        distributed.print0(f"no {named[0]}: {found[0]} is used for {part}")
-    return found[0] if found else None
+    """Return the list of a part in `root`, if there is one."""
+    path = root / f"{part}.csv"
+    return path if path.exists() else None
 
 
 def hold_out(
@@ -206,16 +198,16 @@ def hold_out(
         kind = None if group or isinstance(label, str) else label
         units.setdefault(kind, {}).setdefault(unit, []).append(index)
     held = []
-    for found in units.values():
+    for members in units.values():
         # as if by chance, but the same each time and everywhere
-        order = sorted(found, key=lambda unit: zlib.crc32(os.fsencode(unit)))
+        order = sorted(members, key=lambda unit: zlib.crc32(os.fsencode(unit)))
         if fold:  # in turn, so that the folds are of one size
             number, count = fold
             taken = order[number - 1 :: count]
         else:
             taken = order[: max(len(order) > 1, round(0.15 * len(order)))]
         for unit in taken:
-            held += found[unit]
+            held += members[unit]
     return sorted(held)
 
 
@@ -268,11 +260,11 @@ def find_parts(
     """Return the pairs for training and for `part`, None to `split`; note: gets all errors."""
     # with folds DIR/val is left alone
     wanted = ["train"] if fold and part == "val" else ["train", part]
-    found = read_parts(root, has_masks, wanted, note)
-    if part == "test" and part not in found:
+    parts = read_parts(root, has_masks, wanted, note)
+    if part == "test" and part not in parts:
         lacking = root / ("test.csv" if has_lists(root) else "test")
         raise UserError(f"{lacking}: not found; --eval-only test needs it")
-    return found["train"], found.get(part)
+    return parts["train"], parts.get(part)
 
 
 def read_parts(
@@ -387,58 +379,43 @@ def class_names(label: str, several: bool) -> list[str]:
 def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs:
     """Return the samples, by class, with its number in place of its name, or a text of several."""
     number_of = {name: number for number, name in enumerate(classes)}
-    found = []
+    numbered = []
     for path, label, *group in samples:
         # without doubles, such as "cat; cat"; unknown ones come in `check` alone
         known = number_of.keys() & set(class_names(label, several))
         own = sorted(number_of[name] for name in known)
         if several:
-            found.append((path, SEPARATOR.join(map(str, own)), *group))
+            numbered.append((path, SEPARATOR.join(map(str, own)), *group))
         elif own:
-            found.append((path, own[0], *group))
-    return sorted(found, key=itemgetter(1))
+            numbered.append((path, own[0], *group))
+    return sorted(numbered, key=itemgetter(1))
 
 
 def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
     """Return (path, class name) of all images in the class folders of a place."""
     folder = place.images
     _, names, _, _ = next(walk_data(folder))
-    classes = []
-    for name in names:
-        part = places.part_in_name(name) if place.is_flat else ""
-        if part and places.is_part(name):
-            distributed.print0(f"{folder / name}: a part of the set, no class")
-            continue
-        if part:
-            distributed.print0(
-                f"{folder / name}: taken for a class; if it is not, rename it to "
-                f"{folder / part}, or move it elsewhere"
-            )
-        classes.append(name)
-    if not classes:
-        hint = ""
-        if places.images_in(folder) and folder.name in places.PARTS["train"]:
-            hint = (
-                f", but images; if {folder.name} is a class, move all class folders into "
-                f"one: {folder / folder.name}"
-            )
+    if place.is_flat:  # beside the folders of other parts
+        names = [name for name in names if not places.is_part(name)]
+    if not names:
         raise UserError(
-            f"{folder}: no class folders in it{hint}; README.md describes what is expected"
+            f"{folder}: no class folders in it; expected is {places.EXPECTED[False]}, in which no "
+            "class has the name of a part, such as train"
         )
-    found: Pairs = []
-    for name in classes:
+    samples: Pairs = []
+    for name in names:
         try:
             if name.encode("utf-8", "ignore").decode() != name:
                 raise UserError(
                     f"{folder / name}: the class name is not UTF-8; rename the folder"
                 )
-            paths = list_images(folder / name, may_be_output=True)
-            found += [(path, name) for path in paths]
+            paths = list_images(folder / name)
+            samples += [(path, name) for path in paths]
         except UserError as error:
             note(error)
-    inside = [path[len(str(folder)) + 1 :] for path, _ in found]
+    inside = [path[len(str(folder)) + 1 :] for path, _ in samples]
     refuse_splits(inside, folder, place.is_flat, has_classes=True)
-    return found
+    return samples
 
 
 def refuse_splits(
@@ -452,20 +429,17 @@ def refuse_splits(
     is_whole: the folder is that of no part, but of all there is. has_classes: the outermost folders
     are classes, whose names may have any words, but for that of a part alone.
     """
-    named: dict[str, set[str]] = {}  # folders, by part
+    part_of: dict[str, str] = {}  # by the names of folders that name one
     for parent in {os.path.dirname(name) for name in names}:
-        levels = Path(parent).parts
-        if has_classes:
-            levels = (*filter(places.is_part, levels[:1]), *levels[1:])
-        for name in levels:
+        for depth, name in enumerate(Path(parent).parts):
             part = places.part_in_name(name)
-            if part:
-                named.setdefault(part, set()).add(name)
-    if len(named) > 1 or (is_whole and named.keys() & {"val", "test"}):
-        found = sorted(set().union(*named.values()))
+            if part and (depth or not has_classes or places.is_part(name)):
+                part_of[name] = part
+    parts = {*part_of.values()}
+    if len(parts) > 1 or (is_whole and parts - {"train"}):
         raise UserError(
-            f"{folder}: folders of parts lie in it ({shorten(found)}), and all would be trained "
-            "on; they have to be the outermost: DIR/train, DIR/val, DIR/test"
+            f"{folder}: folders of parts lie in it ({shorten(sorted(part_of))}), and all would be "
+            "trained on; they have to be the outermost: DIR/train, DIR/val, DIR/test"
         )
 
 
@@ -485,30 +459,37 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
     folder_of_masks = place.masks or folder
     or_convert = f"; or, for other labels: {places.convert_command(place.root)}"
     try:
-        found = collect([folder])
-        found_masks = collect([folder_of_masks])
+        images = collect([folder])
+        masks_there = collect([folder_of_masks])
     except UserError as error:
         raise UserError(f"{error.line}{or_convert}", error.code) from None
     if folder_of_masks == folder:  # the names tell
-        found_masks = [each for each in found if places.is_beside(each[0])]
-        found = [each for each in found if not places.is_beside(each[0])]
-    image_of = index_by_name(found, note)
-    mask_of = index_by_name(found_masks, note)
+        masks_there = [each for each in images if places.is_beside(each[0])]
+        images = [each for each in images if not places.is_beside(each[0])]
+    image_of = index_by_name(images, note)
+    mask_of = index_by_name(masks_there, note)
     for names, parent in (image_of, folder), (mask_of, folder_of_masks):
         # DIR/images/train2 beside DIR/images/val2 would all be for training
         is_whole = not any(map(places.is_part, parent.parts[-2:]))
         refuse_splits(names, parent, is_whole)
+    arrays = [path for path in mask_of.values() if is_array(path)]
+    if arrays:
+        raise UserError(
+            f"{arrays[0]}: an array, no image; save masks as PNG, as "
+            f"{places.convert_command(place.root)} does"
+        )
     mask_with, rule = pairing.match_names(image_of, mask_of)
     if rule.describe():
         distributed.print0(f"{folder_of_masks}: {rule.describe()}")
-    masks_left = sorted(mask_of.keys() - set(mask_with.values()))
+    lone_masks = sorted(mask_of.keys() - set(mask_with.values()))
+    there = f", which has {mask_of[lone_masks[0]]}" if lone_masks else ""
+    remedy = f"{REMEDY}{or_convert}"
     for name in sorted(image_of.keys() - mask_with.keys()):
-        there = f", which has {mask_of[masks_left[0]]}" if masks_left else ""
         lack = f"{image_of[name]}: no mask of that name in {folder_of_masks}{there}"
-        note(UserError(f"{lack}; {REMEDY}{or_convert}"))
-    for name in masks_left:
+        note(UserError(f"{lack}; {remedy}"))
+    for name in lone_masks:
         lack = f"{mask_of[name]}: no image of that name in {folder}"
-        note(UserError(f"{lack}; {REMEDY}{or_convert}"))
+        note(UserError(f"{lack}; {remedy}"))
     return [
         (image_of[image], mask_of[mask]) for image, mask in sorted(mask_with.items())
     ]
@@ -622,8 +603,8 @@ class ImageFiles(Files):
         label = self.samples[index][1]
         if isinstance(label, int):
             return label
-        found = torch.tensor(class_numbers(label), dtype=torch.int64)
-        return torch.zeros(self.classes).index_fill(0, found, 1)
+        numbers = torch.tensor(class_numbers(label), dtype=torch.int64)
+        return torch.zeros(self.classes).index_fill(0, numbers, 1)
 
     def open(self, index: int) -> tuple[LazyImage]:
         return (open_image(self.samples[index][0], self.format),)

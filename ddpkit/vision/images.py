@@ -146,8 +146,8 @@ class LazyImage(Image.Image):
         if self.is_loaded:
             return super().__array_interface__
         # a view, not to be written to, as Pillow's
-        found = self.pixels.__array_interface__
-        return {**found, "data": (found["data"][0], True)}
+        interface = self.pixels.__array_interface__
+        return {**interface, "data": (interface["data"][0], True)}
 
     def __reduce__(self) -> tuple:
         # for another process, which cannot get the function `decode`
@@ -189,8 +189,8 @@ class LazyImage(Image.Image):
 
     def _decoded(self, shrink: int) -> np.ndarray:
         if self.is_loaded:  # PIL may have changed it
-            found = np.asarray(self)
-            return found[..., None] if self.mode == "F" else found
+            pixels = np.asarray(self)
+            return pixels[..., None] if self.mode == "F" else pixels
         return self.decode(shrink) if shrink > 1 else self.pixels
 
     def _edges(
@@ -263,10 +263,10 @@ class LazyMask(LazyImage):
         height, width = part.shape
         if (height, width) == size:
             return torch.from_numpy(part)
-        found = np.full(size, fill, np.uint8)
+        filled = np.full(size, fill, np.uint8)
         if part.size:
-            found[y : y + height, x : x + width] = part
-        return torch.from_numpy(found)
+            filled[y : y + height, x : x + width] = part
+        return torch.from_numpy(filled)
 
 
 def _nearest(
@@ -300,10 +300,6 @@ def open_image(
         if format.channels:
             values = read_values(path, data, format)
             return LazyImage.of(_to_floats(path, values, format))
-        size = _size_of_upright(data)
-        if size:
-            format.check_size(path, size)
-            return _open_jpeg(path, data, size)
         with _opened(path, data, format) as file:
             if is_deep(file):
                 values = read_values(path, data, format)
@@ -327,21 +323,6 @@ def open_image(
             # a quarter turn shows by the size
             image.is_turned = orientation in range(2, 9) and size == image.size
             return image
-
-
-def _size_of_upright(data: bytes) -> tuple[int, int] | None:
-    """Return width and height of a JPEG that nothing turns: in a tenth of the time Pillow takes."""
-    if not (simplejpeg and data.startswith(b"\xff\xd8\xff")):
-        return None
-    header, _ = _divide(data)
-    # XMP may have an orientation, too
-    if any(b"Exif" in segment or b"Orientation" in segment for segment in header):
-        return None
-    with contextlib.suppress(ValueError):  # then Pillow may read it, or explain
-        height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
-        if colors in ("YCbCr", "Gray"):  # CMYK needs Pillow
-            return width, height
-    return None
 
 
 def _divide(data: bytes) -> tuple[list[bytes], bytes]:
@@ -368,9 +349,9 @@ def _open_jpeg(
         rows = -(-height // shrink)  # rounded up
         columns = -(-width // shrink)
         with _reading(path):
-            found = _decode_strictly(data, "RGB", rows, columns)
-            if found is not None:
-                return found
+            pixels = _decode_strictly(data, "RGB", rows, columns)
+            if pixels is not None:
+                return pixels
             # without simplejpeg, or what it has failed at: Pillow may read it, or explain
             with _open_bytes(data) as image:
                 image.draft("RGB", (width // shrink, height // shrink))
@@ -607,24 +588,6 @@ def visible(image: Tensor) -> Tensor:
     return stretched.clamp(0, 255).byte().expand(3, -1, -1)
 
 
-def read_array(
-    path: str,
-    format: Format = DEFAULT_FORMAT,
-) -> np.ndarray:
-    """Return the numbers in a .npy file, (height, width); for masks."""
-    with _reading(path, is_mask=True):
-        values = _read_npy(path, files.read_file(path), format)
-        if values.shape[2:] == (1,):
-            values = values[..., 0]
-        if values.ndim != 2 or values.dtype.kind not in "biuf" or not values.size:
-            raise UserError(
-                f"{path}: {values.dtype} values of shape {values.shape}; save a mask as "
-                "integers of shape (height, width)"
-            )
-        is_small = values.dtype.kind in "iu" and 0 <= values.min() <= values.max() < 256
-        return values.astype(np.uint8) if is_small else values
-
-
 def is_array(path: str) -> bool:
     return path.lower().endswith(".npy")
 
@@ -718,7 +681,9 @@ def _reading(
         if isinstance(error, UnidentifiedImageError):
             reason = "not an image of a type that is read"
             if is_mask:
-                remedy = "masks are PNG, .npy, or without loss BMP, WebP or TIFF of 8 to 32 bits"
+                remedy = (
+                    "masks are PNG, or without loss BMP, WebP or TIFF of 8 to 32 bits"
+                )
             elif path.lower().endswith((".npy", ".tif", ".tiff")):
                 remedy = f'if it is whole, it needs the number of "channels" in {NAME}'
         elif isinstance(error, MemoryError) or number in EXHAUSTED:

@@ -27,6 +27,9 @@ from ddpkit.vision.names import refuse_alike
 # by what a mask shows: what it means, and in which file
 Meant = dict[str, tuple[str, str]]
 BLACK_WHITE = "black and white"
+BLACK = [0, 0, 0]
+WHITE = [255, 255, 255]
+GREYS = [[value] * 3 for value in range(256)]
 OF_8_BITS = ("1", "L", "P")  # modes of Pillow
 KEYS = 2**24  # colours that a table has room for
 KNOWN = 256  # the bit above those of a class number
@@ -158,10 +161,10 @@ def parse(
     kind = next((len(key) for _, key, is_void in rows if not is_void), 0)
     number_of: dict[str, int] = {}
     keys: dict[tuple, int] = {}
-    place = 0  # among the lines with a name alone
+    position = 0  # among the lines with a name alone
     for name, given, is_void in rows:
-        key = given or (place,)
-        place += not given
+        key = given or (position,)
+        position += not given
         # beside names alone, void may have a value
         if len(given) != kind and not (is_void and kind == 0 and len(given) == 1):
             raise UserError(f"{path}: {name}: write all lines in one way: {FORMS}")
@@ -199,18 +202,7 @@ def lazy_mask(
     Raises a UserError if the file is no mask. That a value is no class is found, too, where it is
     read: in a crop it may lie outside.
     """
-    if images.is_array(path):
-        values = images.read_array(path, format)
-        if values.dtype not in (bool, np.uint8):
-            if labels.has_greys:
-                raise UserError(
-                    f"{path}: a mask of {values.dtype}; save it in RGB, or grey of 8 bits"
-                )
-            # of any type: what classes.txt lists has nine digits at most
-            return LazyMask(values.astype(np.float64), Legend(path, labels).translate)
-        image = Image.fromarray(values)
-    else:
-        image = images.read_stored(path, format)
+    image = images.read_stored(path, format)
     _refuse_changed(path, image)
     if image.mode == "RGB" or (image.mode == "P" and labels.kind == 3):
         image = image.convert("RGBA")  # transparent where the file says so of a colour
@@ -250,7 +242,7 @@ def _read_bytes(
         palette = image.getpalette() or []  # of the entries that the file has
         colors.flat[: len(palette)] = palette
         if (colors != colors[:, :1]).any():
-            return stored, PaletteLegend(path, labels, colors.tolist())
+            return stored, Legend(path, labels, colors.tolist(), is_palette=True)
         # What counts is what it shows: an encoder numbers its greys as it likes.
         shown = colors[:, 0].take(stored)
         is_two_tone = not (shown % 255).any() and (shown != stored).any()
@@ -263,8 +255,10 @@ def _read_bytes(
             "masks with 8 bits, or list what they show in classes.txt: NAME = R G B"
         )
     if is_two_tone:  # 0 and 1 may be meant as well as 0 and 255
-        return shown.clip(max=labels.white), TwoToneLegend(path, labels)
-    return shown, GreyLegend(path, labels)
+        # that its value is white; the others are black
+        tones = [BLACK] * labels.white + [WHITE]
+        return shown.clip(max=labels.white), Legend(path, labels, tones, "0 and 1")
+    return shown, Legend(path, labels, GREYS)
 
 
 def _refuse_changed(
@@ -296,39 +290,56 @@ def _as_keys(colors: np.ndarray) -> np.ndarray:
 
 
 class Legend:
-    """What the pixels of one mask mean, by the values that it has."""
+    """What the pixels of one mask mean, by the values that it has.
 
-    tones = "other numbers"  # what black and white mean in it
+    colors: what each value of 8 bits shows, (red, green, blue); none of other types. tones: what
+    black and white mean in the mask. is_palette: whether its file says which colours these are.
+    """
 
     def __init__(
         self,
         path: str,
         labels: Labels,
+        colors: Sequence[Sequence[int]] = (),
+        tones: str = "other numbers",
+        is_palette: bool = False,
     ) -> None:
         self.path = path
         self.labels = labels
+        self.colors = colors
+        self.tones = tones
+        self.is_palette = is_palette
         self.numbers = labels.values  # class number or VOID, by what a pixel has
+        self.holds = "numbers"
 
     def translate(self, stored: np.ndarray) -> np.ndarray:
         """Return the class numbers of pixels as they are stored, uint8 (H, W).
 
         Raises a UserError for a value that is no class, or means another one in other masks.
         """
-        found, is_known = _look_up(self.numbers, stored)
+        numbers, is_known = _look_up(self.numbers, stored)
         if not is_known.all():
             raise UserError(f"{self.path}: {self._explain(stored[~is_known])}")
         meant = {shown: (what, self.path) for shown, what in self.meanings(stored)}
         add_meanings(self.labels.meant, meant)
-        return found
+        return numbers
 
     def meanings(self, stored: np.ndarray) -> Iterator[tuple[str, str]]:
         """Yield what the pixels show and what that means, where other masks may contradict it."""
         # If greys are listed, masks in grey mean colours, too: the two may be mixed.
         if self.labels.kind == 3 and not self.labels.has_greys:
-            yield "a mask", "numbers"
+            yield "a mask", self.holds
         # With white for 255 there is nothing to tell apart; black alone tells nothing.
         if self.labels.white != VOID and stored.any():
             yield BLACK_WHITE, self.tones
+        for value in _values_in(stored) if self.colors else ():
+            color = self.colors[value]
+            shown = "colour {} {} {}".format(*color)
+            # Black may fill. Of a palette that has a colour twice its number alone tells.
+            if any(color) and self.colors.count(color) == 1:
+                yield shown, f"number {value}"
+            if self.is_palette:
+                yield f"value {value}", shown
 
     def text_of(self, key: float) -> str:
         """Return a value as a line of classes.txt has it."""
@@ -352,64 +363,13 @@ class Legend:
         return f"{line}, or write into classes.txt: NAME = {text} or void = {text}"
 
 
-class GreyLegend(Legend):
-    """Of values of 8 bits, which are the greys that it shows."""
-
-    def meanings(self, stored: np.ndarray) -> Iterator[tuple[str, str]]:
-        yield from super().meanings(stored)
-        for value in _values_in(stored):
-            if value:  # black may fill
-                yield f"grey {value}", f"number {value}"
-
-
-class TwoToneLegend(Legend):
-    """Of black and white alone, which may have been other numbers before a program saved them."""
-
-    tones = "0 and 1"
-
-    def meanings(self, stored: np.ndarray) -> Iterator[tuple[str, str]]:
-        yield from super().meanings(stored)
-        if stored.any():
-            yield "grey 255", f"number {self.labels.white}"
-
-
-class PaletteLegend(Legend):
-    """Of the numbers of the entries in a palette of colours."""
-
-    def __init__(
-        self,
-        path: str,
-        labels: Labels,
-        colors: list[list[int]],
-    ) -> None:
-        super().__init__(path, labels)
-        self.colors = colors  # of 256 entries: red, green, blue
-
-    def meanings(self, stored: np.ndarray) -> Iterator[tuple[str, str]]:
-        yield from super().meanings(stored)
-        for value in _values_in(stored):
-            color = self.colors[value]
-            is_grey = len(set(color)) == 1 and color[0]
-            # of a palette that has a colour twice its number alone tells
-            if is_grey and self.colors.count(color) == 1:
-                yield f"grey {color[0]}", f"number {value}"
-            yield f"value {value}", "colour {} {} {}".format(*color)
-
-
 class ColorLegend(Legend):
     """Of colours, as `_as_keys` has them."""
 
-    def __init__(
-        self,
-        path: str,
-        labels: Labels,
-    ) -> None:
+    def __init__(self, path: str, labels: Labels) -> None:
         super().__init__(path, labels)
         self.numbers = labels.colored
-
-    def meanings(self, stored: np.ndarray) -> Iterator[tuple[str, str]]:
-        if self.labels.kind == 3 and not self.labels.has_greys:
-            yield "a mask", "colours"
+        self.holds = "colours"
 
     def text_of(self, key: float) -> str:
         return " ".join(map(str, int(key).to_bytes(3, "little")))
@@ -422,10 +382,10 @@ def _values_in(stored: np.ndarray) -> list[int]:
 
 def add_meanings(
     known: Meant,
-    found: Meant,
+    meant: Meant,
 ) -> None:
     """Add to what masks mean what another one means; a UserError if it contradicts them."""
-    for shown, (meaning, path) in found.items():
+    for shown, (meaning, path) in meant.items():
         before, other = known.setdefault(shown, (meaning, path))
         if before != meaning:
             raise UserError(
@@ -440,13 +400,12 @@ def _look_up(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the class numbers of `keys`, uint8 (H, W), and whether each is known, bool (H, W)."""
     if keys.dtype.kind == "u":  # values of 8 or 16 bits, or colours
-        found = _table(tuple(numbers.items())).take(keys)
-        return found.astype(np.uint8), found >= KNOWN
-    known = np.array(sorted(numbers))
-    table = np.array([numbers[key] for key in known.tolist()], np.uint8)
-    # where each key is in `known`, if it is there: an unknown one gets another's place
-    places = np.searchsorted(known, keys).clip(max=len(known) - 1)
-    return table.take(places), known.take(places) == keys
+        marked = _table(tuple(numbers.items())).take(keys)
+    else:
+        values, places = np.unique(keys, return_inverse=True)
+        own = [numbers.get(value, -KNOWN) + KNOWN for value in values.tolist()]
+        marked = np.array(own).take(places).reshape(keys.shape)
+    return marked.astype(np.uint8), marked >= KNOWN
 
 
 @functools.lru_cache(4)
@@ -470,12 +429,12 @@ def explain_values(
 
     names: of the classes, if classes.txt has them.
     """
-    found = [value for value in values if value != VOID]
+    used = [value for value in values if value != VOID]
     # without names: 0 to their number, of which the last one is less
-    if len(found) > 1 and (names or found[-1] < len(found)):
+    if len(used) > 1 and (names or used[-1] < len(used)):
         return ""
     if names:
-        seen = [names[value] for value in found if value < len(names)]
+        seen = [names[value] for value in used if value < len(names)]
         hint = ""
         if VOID in values:
             seen.append("void")

@@ -60,8 +60,7 @@ def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
     names = without_gradient(model, try_forward(model, size, channels, remedy))
     if names:
         # An auxiliary head, for instance, has an output in training alone.
-        in_training = without_gradient_in_training(model, size, channels)
-        names = [name for name in names if name in in_training]
+        names = without_gradient_in_training(model, size, channels, names)
     for name in names:
         model.get_parameter(name).requires_grad_(False)
     if names and distributed.is_joined():  # predict.py has no use for it
@@ -70,9 +69,9 @@ def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
 
 
 def without_gradient_in_training(
-    model: nn.Module, size: int, channels: int
+    model: nn.Module, size: int, channels: int, otherwise: list[str]
 ) -> list[str]:
-    """Return the weights that no output depends on in training; all, if that cannot be tried.
+    """Return the weights that no output depends on in training; `otherwise` if it cannot be tried.
 
     The network, such as BatchNorm's statistics, and the random numbers to come remain as they are.
     """
@@ -84,7 +83,7 @@ def without_gradient_in_training(
         return without_gradient(twin, outputs)
     except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
         # such as one that takes targets
-        return [name for name, _ in model.named_parameters()]
+        return otherwise
 
 
 def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:

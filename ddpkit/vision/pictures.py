@@ -14,7 +14,6 @@ from torch import Tensor
 from ddpkit import files
 from ddpkit.data.format import VOID
 from ddpkit.ranks import distributed
-from ddpkit.vision.masks import Classes
 from ddpkit.vision.rows import (
     OF_TUNING,
     Row,
@@ -51,18 +50,6 @@ COLORS = """
     32323c 9646ff 963cbe be5a6e a00000 b40a78 147896 f050c8 5a00aa ffb4ff 6e0a14 beb496
 """
 PALETTE = np.frombuffer(bytes.fromhex(COLORS), np.uint8).reshape(-1, 3)
-
-
-def legible(classes: Sequence[str]) -> Sequence[str]:
-    """Return the names as the font can write them: after their numbers if it lacks a letter."""
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    letters = {ord(letter) for name in classes for letter in name}
-    if letters <= get_font(findfont(FontProperties())).get_charmap().keys():
-        return classes
-    numbered = Classes([f"{number} {name}" for number, name in enumerate(classes)])
-    numbered.colors = getattr(classes, "colors", None)
-    return numbered
 
 
 def colors_of(classes: Sequence[str], count: int = 0) -> np.ndarray:
@@ -202,44 +189,35 @@ def draw_curves(
 
 def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
     """Draw the confusion matrix, int64 (classes, classes), in % of each row, of one true class."""
-    from matplotlib.colors import PowerNorm
-
     counts = confusion.cpu().double().numpy()
     count = len(classes)
     sums = counts.sum(1)
-    with np.errstate(invalid="ignore"):
-        percent = 100 * counts / sums[:, None]
-        share = counts.trace() / counts.sum()
+    percent = 100 * counts / np.maximum(sums, 1)[:, None]
     side = min(4 + 0.24 * count, 15)  # inches
     size = min(10, max(5, 18 * side / count))  # points: 100.0 fits into a cell
     with drawing(path) as figure:
         figure.set_size_inches(side, side)
         axes = figure.subplots()
         # the root makes a few percent visible
-        drawn = axes.imshow(percent, norm=PowerNorm(0.5, 0, 100), cmap="Blues")
-        axes.set_facecolor("0.85")  # of a row without labels
-        axes.set_title(f"right: {share:.1%} of {counts.sum():,.0f}")
+        axes.imshow(np.sqrt(percent), vmin=0, vmax=10, cmap="Blues")
         axes.set(xlabel="prediction", ylabel="truth (number); % of each row")
         if count <= MOST_NAMES:
-            names = [clip(name) for name in legible(classes)]
+            names = [clip(name) for name in classes]
             axes.set_xticks(range(count), names, rotation=90, fontsize=size)
             names = [f"{each} ({n:,.0f})" for each, n in zip(names, sums, strict=True)]
             axes.set_yticks(range(count), names, fontsize=size)
-        if count > MOST_NUMBERS:
-            figure.colorbar(drawn, shrink=0.6, ticks=[0, 1, 5, 10, 25, 50, 100])
-            return
         for row, column in np.argwhere(percent > 0):
             value = percent[row, column]
-            color = "white" if value > 30 else "black"
-            axes.text(
-                column,
-                row,
-                f"{value:.1f}",
-                color=color,
-                fontsize=size,
-                ha="center",
-                va="center",
-            )
+            if count <= MOST_NUMBERS:
+                axes.text(
+                    column,
+                    row,
+                    f"{value:.1f}",
+                    color="white" if value > 30 else "black",
+                    fontsize=size,
+                    ha="center",
+                    va="center",
+                )
 
 
 def draw_images(
@@ -247,7 +225,6 @@ def draw_images(
 ) -> None:
     """Draw `examples` in a grid of about 3 : 2, each as `draw` draws it; below it the legend."""
     present: set[int] = set()
-    names = legible(classes)
     with drawing(path) as figure:
         for i, (image, target, logits, above) in enumerate(examples):
             if target.ndim == 2 and not target.is_floating_point():  # a mask
@@ -255,7 +232,7 @@ def draw_images(
                 present.update(np.unique(logits.argmax(0).numpy()))
             axes = figure.add_subplot(label=str(i))
             axes.axis("off")
-            draw(axes, image, target, logits, names)
+            draw(axes, image, target, logits, classes)
             lines = list(above) + axes.get_title().split("\n")
             axes.title.set_text("\n".join(clip(line, 48) for line in lines))
         lay_out(figure)
@@ -294,7 +271,6 @@ def draw_legend(
     from matplotlib.patches import Patch
 
     colors = colors_of(classes, 256) / 255
-    classes = legible(classes)
     entries = []
     for i in sorted({min(number, len(classes)) for number in present}):
         name = clip(classes[i]) if i < len(classes) else "void"

@@ -3,7 +3,6 @@
 A line names each folder that is taken for another name than README.md has.
 """
 
-import contextlib
 import os
 import re
 import shlex
@@ -46,10 +45,7 @@ EXPECTED = {
     False: "DIR/train/CLASS/*.jpg, or DIR/CLASS/*.jpg",
     True: "DIR/train/images with DIR/train/masks, or DIR/images/train with DIR/masks/train",
 }
-OTHER_TASK = {
-    False: "images with masks, which are for a segmentation project",
-    True: "if these are classes, they are for a classification project",
-}
+TASKS = {False: "classification", True: "segmentation"}
 
 
 class Place(NamedTuple):
@@ -95,39 +91,38 @@ def role_of(*names: str) -> Role:
 
     Such as train, JPEGImages, train_images or trainannot; and train, images or images, train.
     """
-    found = [FOLDER.fullmatch(name.lower()) for name in names]
-    parts = [PART_OF[each[1]] for each in found if each and each[1]]
-    kinds = [KIND_OF[each[2]] for each in found if each and each[2]]
-    if None in found or len(parts) > 1 or len(kinds) > 1:
+    matches = [FOLDER.fullmatch(name.lower()) for name in names]
+    parts = [PART_OF[each[1]] for each in matches if each and each[1]]
+    kinds = [KIND_OF[each[2]] for each in matches if each and each[2]]
+    if None in matches or len(parts) > 1 or len(kinds) > 1:
         return Role()
     return Role("".join(parts), "".join(kinds))
 
 
 def find_roles(root: Path) -> Roles:
     """Return the folders in `root`, and those in them, by what their names say."""
-    found: Roles = {}
+    roles: Roles = {}
     for outer in inner_folders(root):
         role = role_of(outer.name)
         if role == Role():
             continue
-        found.setdefault(role, []).append(outer)
+        roles.setdefault(role, []).append(outer)
         for inner in inner_folders(outer):
-            found.setdefault(role_of(outer.name, inner.name), []).append(inner)
-    return found
+            roles.setdefault(role_of(outer.name, inner.name), []).append(inner)
+    return roles
 
 
 def choose_folder(root: Path, roles: Roles, part: str, kind: str = "") -> Path | None:
     """Return the folder in `root` of a role; a UserError if several may be meant."""
-    found = roles.get(Role(part, kind), [])
-    if len(found) > 1:
-        # without images, as VOC's Annotations, it is not meant
-        found = [each for each in found if any_image(each)] or found[:1]
-    if len(found) > 1:
-        listed = " and ".join(str(each.relative_to(root)) for each in found)
+    named = roles.get(Role(part, kind), [])
+    # without images, as VOC's Annotations, another one is meant
+    filled = [each for each in named if len(named) > 1 and any_image(each)]
+    if len(filled) > 1:
+        listed = " and ".join(str(each.relative_to(root)) for each in filled)
         raise UserError(
             f"{root}: {listed} may each be meant; rename or move all but one of them"
         )
-    return found[0] if found else None
+    return next(iter(filled or named), None)
 
 
 def find_places(root: Path, has_masks: bool, wanted: Iterable[str]) -> dict[str, Place]:
@@ -137,42 +132,36 @@ def find_places(root: Path, has_masks: bool, wanted: Iterable[str]) -> dict[str,
     """
     find = find_masks_of if has_masks else find_classes_of
     roles = find_roles(root)
-    found: dict[str, Place] = {}
+    place_of: dict[str, Place] = {}
     for part in wanted:
         place = find(root, roles, part)
         if place:
-            found[part] = place
-    whole = None if "train" in found else find(root, roles, "")
+            place_of[part] = place
+    whole = None if "train" in place_of else find(root, roles, "")
     if whole:
-        found["train"] = whole
-    if "train" not in found:
+        place_of["train"] = whole
+    if "train" not in place_of:
         refuse_unknown(root, root, has_masks)
-    for part, place in found.items():
+    for part, place in place_of.items():
         folder = root / part
-        usual = Place(folder / IMAGES[0], folder / MASKS[0])
-        if place.masks and place != usual:
-            distributed.print0(
-                f"{part}: images in {place.images}, masks in {place.masks}"
-            )
-        elif not place.masks and place.images != folder:
-            distributed.print0(f"{part}: images in {place.images}")
-    return {part: place._replace(root=root) for part, place in found.items()}
+        usual = (
+            Place(folder / IMAGES[0], folder / MASKS[0]) if has_masks else Place(folder)
+        )
+        where = f"{part}: images in {place.images}"
+        if place.masks:
+            where += f", masks in {place.masks}"
+        if place[:2] != usual[:2]:
+            distributed.print0(where)
+    return {part: place._replace(root=root) for part, place in place_of.items()}
 
 
 def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
     """Return where images and masks of a part are, or of none, if they are there."""
-    folder = choose_folder(root, roles, part) if part else None
     images = choose_folder(root, roles, part, "images")
     masks = choose_folder(root, roles, part, "masks")
     if images and masks:
-        for outer in images.parent, masks.parent:
-            stray = images_in(outer)
-            if stray and outer != root and role_of(outer.name).kind:
-                raise UserError(
-                    f"{outer}: folders of parts, and {shorten(stray)} beside them; move these "
-                    "into one of the folders"
-                )
         return Place(images, masks)
+    folder = choose_folder(root, roles, part) if part else None
     # DIR/train with DIR/trainannot
     if folder and masks and folder != masks.parent and any_image(folder):
         return Place(folder, masks)
@@ -193,30 +182,22 @@ def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
 def find_classes_of(root: Path, roles: Roles, part: str) -> Place | None:
     """Return where the class folders of a part are, or of none, if they are there."""
     folder = choose_folder(root, roles, part) if part else root
-    if not folder:
-        return None
-    if part and has_kinds(folder):
+    if folder and has_kinds(folder):
         refuse_unknown(root, folder, has_masks=False)
-    inner = inner_folders(folder)
-    # DIR/train/images/CLASS
-    if part and len(inner) == 1 and is_kind(inner[0]) and inner_folders(inner[0]):
-        return Place(inner[0])
     if part:
-        return Place(folder)
-    own_names = explain_parts(root)
-    if own_names:
+        return Place(folder) if folder else None
+    names = [each.name for each in inner_folders(root)]
+    classes = [name for name in names if not is_part(name)]
+    named = list(filter(part_in_name, classes))
+    if named:
         raise UserError(
-            f"{root}: {own_names}; if they are classes, move all into {root / 'train'}"
+            f"{root}: {shorten(named)} may be parts of the set; move their class folders to "
+            f"{root / 'train'}, {root / 'val'} and {root / 'test'}; if they are classes, move all "
+            f"classes into {root / 'train'}"
         )
-    inner = [each for each in inner if not is_part(each.name)]
-    if len(inner) < 2 or any(map(is_kind, inner)) or has_kinds(root):
+    if len(classes) < 2 or {"images", "masks"} & {*map(str.lower, classes)}:
         return None
     return Place(root, is_flat=True)
-
-
-def is_kind(folder: Path) -> bool:
-    """Return whether it is named as README.md names folders of images and masks, and no class."""
-    return folder.name.lower() in (IMAGES[0], MASKS[0])
 
 
 def has_kinds(folder: Path) -> bool:
@@ -228,12 +209,10 @@ def has_kinds(folder: Path) -> bool:
 def inner_folders(folder: Path) -> list[Path]:
     """Return the folders in `folder` that are not hidden, sorted."""
     if not folder.is_dir():
-        if folder.exists():
-            raise UserError(
-                f"{folder}: a file, not a folder: name the one that it is in; or, for "
-                f"labels: {convert_command(folder)}"
-            )
-        raise UserError(f"{folder}: no such folder")
+        raise UserError(
+            f"{folder}: no such folder, or a file: name the folder that it is in; or, for labels: "
+            f"{convert_command(folder)}"
+        )
     inner = sorted(each for each in folder.iterdir() if each.is_dir())
     return [each for each in inner if not each.name.startswith(".")]
 
@@ -249,12 +228,6 @@ def any_image(folder: Path) -> bool:
     return any(is_image(name) for _, _, names in os.walk(folder) for name in names)
 
 
-def looks_like_class(folder: Path) -> bool:
-    """Return whether there are images below `folder`, and nowhere folders of images and masks."""
-    below = [Path(at) for at, _, _ in os.walk(folder)]
-    return any_image(folder) and not any(map(has_kinds, below))
-
-
 def is_image(name: str) -> bool:
     ending = os.path.splitext(name)[1].lower()
     return ending in EXTENSIONS and not name.startswith(".")
@@ -265,74 +238,13 @@ def is_beside(name: str) -> bool:
     return bool(BESIDE.fullmatch(os.path.splitext(os.path.basename(name))[0]))
 
 
-def explain_parts(root: Path) -> str:
-    """Return which folders in `root` are to be named DIR/train and DIR/test, as seg_test is.
-
-    Nothing unless their names have the words of two parts.
-    """
-    named: dict[str, Path] = {}
-    for folder in inner_folders(root):
-        part = part_in_name(folder.name)
-        if part:
-            named.setdefault(part, folder)
-    if len(named) < 2:
-        return ""
-    names = " and ".join(sorted(folder.name for folder in named.values()))
-    moves = []
-    for part, folder in named.items():
-        inner = inner_folders(folder)
-        # the archive's folder in a folder of that name
-        while len(inner) == 1 and part_in_name(inner[0].name) == part:
-            folder = inner[0]
-            inner = inner_folders(folder)
-        if folder != root / part:
-            moves.append(f"{folder.relative_to(root)} to {root / part}")
-    return f"{names} are named as parts of the set; move {', and '.join(moves)}"
-
-
-def find_whole(root: Path, has_masks: bool) -> Path | None:
-    """Return the only folder in `root`, or in one of its, that looks as if it were meant as DIR."""
-    found: list[Path] = []
-    for outer in inner_folders(root):
-        if part_in_name(outer.name):
-            continue
-        with contextlib.suppress(OSError):  # of another user
-            is_whole = looks_whole(outer, has_masks)
-            for each in [outer] if is_whole else inner_folders(outer):
-                if looks_whole(each, has_masks) and not part_in_name(each.name):
-                    found.append(each)
-    return found[0] if len(found) == 1 else None
-
-
-def looks_whole(folder: Path, has_masks: bool) -> bool:
-    """Return whether a folder has one for training, or those of images and masks, or of classes."""
-    inner = inner_folders(folder)
-    if any(role_of(each.name) == Role("train") for each in inner):
-        return True
-    if has_masks:
-        return has_kinds(folder)
-    return sum(bool(images_in(each)) for each in inner) > 1
-
-
 def refuse_unknown(root: Path, folder: Path, has_masks: bool) -> NoReturn:
     """Raise a UserError that says what `folder`, in `root`, has, and what is expected."""
-    inner = inner_folders(folder)
-    there = [each.name for each in inner]
-    there += [name for name in sorted(os.listdir(folder)) if name not in there]
-    hint = ""
-    own_names = explain_parts(folder)
-    whole = find_whole(folder, has_masks)
-    if not has_masks and has_kinds(folder):
-        hint = f": {OTHER_TASK[has_masks]}"
-    elif own_names and (not has_masks or any(map(has_kinds, inner))):
-        hint = f": {own_names}"
-    elif whole:
-        hint = f": name {whole} instead"
-    elif has_masks and len(inner) > 1 and all(map(looks_like_class, inner)):
-        hint = f": {OTHER_TASK[has_masks]}"
+    inner = [each.name for each in inner_folders(folder)]
+    there = inner + sorted({*os.listdir(folder)} - {*inner})
     raise UserError(
-        f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}{hint}; expected "
-        f"{EXPECTED[has_masks]}; or, for other labels: {convert_command(root)}"
+        f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}; {TASKS[has_masks]} "
+        f"expects {EXPECTED[has_masks]}; or, for other labels: {convert_command(root)}"
     )
 
 

@@ -46,7 +46,7 @@ def load_pretrained(
     options: that timm.create_model was given and that change its weights, such as img_size=64.
 
     Tensors are copied by name, from some prefix on, if their shapes match; a line says how many,
-    and which others there are. A first layer for RGB is adapted to other channels.
+    and which others the network has. A first layer for RGB is adapted to other channels.
 
     Raises a UserError if a file or a name cannot be had, or if none of its tensors fits.
 
@@ -195,7 +195,7 @@ def reaching_hub() -> contextlib.AbstractContextManager:
 def copy_matching(
     model: nn.Module, published: Tensors, source: str = "the file"
 ) -> None:
-    """Copy the tensors whose names and shapes match; print how many, and which do not.
+    """Copy the tensors whose names and shapes match; print how many, and which of `model` do not.
 
     Names match from some prefix on: in the file, such as `module.backbone.`, in `model`, or both.
     """
@@ -203,10 +203,8 @@ def copy_matching(
     theirs = {bare(name): value for name, value in published.items()}
     prefix, own = find_prefixes(mine, theirs)
     fitting = {}
-    used = set()
     for name, weight in mine.items():
-        found = prefix + bare(name).removeprefix(own)
-        value = theirs.get(found, torch.empty(0))
+        value = theirs.get(prefix + bare(name).removeprefix(own), torch.empty(0))
         # a first layer for RGB, in a network for other channels
         if weight.ndim == value.ndim == 4 and weight.shape[1] != value.shape[1] == 3:
             from timm.models import adapt_input_conv  # its import takes half a second
@@ -214,7 +212,6 @@ def copy_matching(
             value = adapt_input_conv(weight.shape[1], value)
         if fits(value, weight):
             fitting[name] = value
-            used.add(found)
     if not fitting:
         line = "--weights: no tensor has the same name and shape as one of this network, which"
         first = next(iter(published), "nothing")
@@ -232,11 +229,6 @@ def copy_matching(
     new = [name for name in mine if name not in fitting]
     if new:
         line += f"; new: {shorten(new)}"
-    # what is beside it is of an optimizer, for instance
-    key = prefix[: prefix.find(".") + 1]
-    unused = [name for name in theirs if name.startswith(key) and name not in used]
-    if unused:
-        line += f"; not used of the file: {shorten(unused)}"
     distributed.print0(line)
 
 
@@ -268,11 +260,11 @@ def find_prefixes(mine: Tensors, theirs: Tensors) -> tuple[str, str]:
                 if weight is not None and fits(value, weight):
                     counts[name.removesuffix(rest), own] += 1
 
-    def quality(found: tuple[str, str]) -> tuple[int, ...]:
+    def quality(prefixes: tuple[str, str]) -> tuple[int, ...]:
         """Return what is the least of the best: the most matches, then KEYS, then the shortest."""
-        first = found[0].partition(".")[0]
-        place = (*KEYS, first).index(first)
-        return -counts[found], place, *map(len, found)
+        first = prefixes[0].partition(".")[0]
+        rank = (*KEYS, first).index(first)
+        return -counts[prefixes], rank, *map(len, prefixes)
 
-    known = [found for found in counts if 2 * counts[found] >= starts[found[1]]]
+    known = [each for each in counts if 2 * counts[each] >= starts[each[1]]]
     return min(known, key=quality, default=("", ""))

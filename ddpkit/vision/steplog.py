@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -57,16 +58,10 @@ class Board:
         files.make_folder(self._folder)
         # Where it cannot write, its thread prints a traceback.
         tempfile.TemporaryFile(dir=self._folder).close()
-        writer = SummaryWriter(str(self._folder))
-        if self.drops_later:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-            mark = SessionLog(status=SessionLog.START)
-            # some readers take the first in a folder for the beginning of the run
-            for _ in range(2):
-                event = Event(step=self._first, session_log=mark)
-                vars(writer)["file_writer"].add_event(event)  # typed as None
-        return writer
+        # Some readers take the first mark for the beginning: a new folder has one that
+        # drops nothing.
+        first = self._first if self.drops_later else sys.maxsize
+        return SummaryWriter(str(self._folder), purge_step=first)
 
 
 class Entry(NamedTuple):

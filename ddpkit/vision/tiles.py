@@ -1,8 +1,8 @@
 """Large images in overlapping tiles, which need less memory than the whole."""
 
 import math
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -27,30 +27,21 @@ def sliding_window(predict: Predict, images: Tensor, tile: int, step: int) -> Te
     """
     if not is_tiled(images, tile, step):
         return to_logits(predict(images))
-    wholes = []
-    for image in images.split(1):
-        bands = list(predict_bands(predict, image, tile, step))
-        wholes.append(torch.cat(bands, dim=2))
-    return torch.cat(wholes)
-
-
-def predict_bands(
-    predict: Predict, image: Tensor, tile: int, step: int
-) -> Iterator[Tensor]:
-    """Yield the logits of `image` (1, 3, H, W), float32 (1, classes, rows, W), from the top on."""
-    height, width = image.shape[2:]
-    for top, above, below in arrange(height, tile, step):
-        for left, begin, end in arrange(width, tile, step):
+    height, width = images.shape[2:]
+    tiles = list(product(arrange(height, tile, step), arrange(width, tile, step)))
+    # One tensor for all, as soon as the number of classes is known: a list of parts,
+    # joined in the end, would need twice the memory.
+    joined = torch.empty(0)
+    for number, image in enumerate(images.split(1)):
+        for (top, above, below), (left, begin, end) in tiles:
             window = image[..., top : top + tile, left : left + tile]
-            logits = to_logits(predict(window))
-            # One tensor for the band, as soon as the number of classes is known: a list
-            # of parts, joined in the end, would need twice the memory.
-            if left == 0:
-                band = logits.new_empty(*logits.shape[:2], below - above, width)
+            logits = to_logits(predict(window))[0]
+            if not joined.numel():
+                joined = logits.new_empty(len(images), len(logits), height, width)
             rows = slice(above - top, below - top)
             columns = slice(begin - left, end - left)
-            band[..., begin:end] = logits[..., rows, columns]
-        yield band
+            joined[number, :, above:below, begin:end] = logits[:, rows, columns]
+    return joined
 
 
 def is_tiled(images: Tensor, tile: int, step: int) -> bool:

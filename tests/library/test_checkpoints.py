@@ -543,7 +543,7 @@ def test_weights_of_other_programs(
 ) -> None:
     """By what a file holds, for a network as it is, in a wrapper and as a part of one.
 
-    They have another last layer; what is new, what is not used and the share are in a line.
+    They have another last layer; what is new and the share are in a line.
     """
     torch.manual_seed(0)
 
@@ -572,8 +572,6 @@ def test_weights_of_other_programs(
             count = 11 if own == "encoder." else 9
             assert f": 7 of {count} tensors loaded{start}, " in said
             assert f" % of the network; new: {own}2.weight, {own}2.bias" in said
-            assert f"; not used of the file: {prefix}2." in said
-            assert "optimizer" not in said
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_examples(
     channel, a smaller file, the same classes.
     """
     exported = tmp_path / "exported"
-    words = "--checkpoint", trained / "best.pt", "--output", exported, "--data", data
+    words = "--checkpoint", trained / "best.pt", "--output", exported
     project.run(words, script="ddpkit export", on=1).ok()
     page = (ROOT / "docs" / "export.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)

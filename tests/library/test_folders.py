@@ -319,8 +319,8 @@ def touch_pairs(folder: Path, image: str, mask: str, numbers: Sequence[int]) -> 
         ("{}_training.tif", "{}_manual1.gif", "masks are named NAME_manual1"),
         ("img_{}.jpg", "gt_{}.png", "masks are named gt_NAME"),
         ("{}.jpg", "{}.jpg.png", "masks are named NAME.jpg"),
-        ("IMG_{}.JPG", "img_{}.png", "small and capital letters"),
-        ("a/x{}.jpg", "a/X{}_P.png", "masks are named NAME_p and small and capital"),
+        ("IMG_{}.JPG", "img_{}.png", ""),
+        ("a/x{}.jpg", "a/X{}_P.png", "masks are named NAME_p"),
     ],
 )
 def test_names_of_masks(
@@ -337,7 +337,8 @@ def test_names_of_masks(
             Path(image_path).relative_to(of_images).as_posix()
         )
         assert mask_path == str(place.masks / mask.format(numbers[at]))
-    assert said in capsys.readouterr().out
+    lines = capsys.readouterr().out
+    assert said in lines if said else not lines
     # one without the other is named, as are the names that there are
     Path(pairs[0][1]).rename(place.masks / "other.png")
     with refusal("folders.match_pairs", pairs[0][0], "other.png", "train.csv"):
@@ -428,32 +429,22 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     with refusal("places.choose_folder", "train/1st_manual and train/masks"):
         find("masks", data)
     shutil.rmtree(data / "train/1st_manual")
-    with refusal("places.refuse_unknown", "for a segmentation project"):
+    with refusal("places.refuse_unknown", "images, masks; classification expects"):
         find("labels", data)
     shutil.copytree(data, data.with_name("kinds") / "images")
     shutil.copytree(data / "val/masks", data.with_name("kinds") / "masks")
-    with refusal("places.refuse_unknown", "for a segmentation project"):
+    with refusal("places.refuse_unknown", "images, masks; classification expects"):
         find("labels", data.with_name("kinds"))
     shutil.copytree(data / "val", data / "valid")
-    with refusal("places.choose_folder", "val and valid"):
+    with refusal("places.choose_folder", "val/images and valid/images"):
         find("masks", data)
     shutil.rmtree(data)
     data = drawn("labels")
-    with refusal("places.refuse_unknown", "for a classification project"):
+    with refusal("places.refuse_unknown", "rings, ...; segmentation expects"):
         find("masks", data)
     listed = next((data / "train").glob("*/*"))
-    with refusal("places.inner_folders", listed, "a file, not a folder"):
+    with refusal("places.inner_folders", listed, "or a file"):
         find("labels", listed)
-    nested = data.with_name("nested")
-    for each in (data / "train").iterdir():
-        shutil.copytree(each, nested / each.name / "2024/cam1")
-    with refusal("places.refuse_unknown", "for a classification project"):
-        find("masks", nested)
-    for kind in "images", "masks":
-        shutil.copytree(data / "val", nested / "more/2024" / kind)
-    with pytest.raises(UserError) as found:
-        find("masks", nested)
-    assert "classification" not in str(found.value)
     # images of YOLO, whose labels are texts
     for name in "images/train/1.jpg", "labels/train/1.txt":
         (data / "yolo" / name).parent.mkdir(parents=True)
@@ -468,28 +459,27 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     shutil.copytree(data / "yolo/images/train", data / "yolo/images/val")
     with refusal("places.find_masks_of", "images/val", "no folder of its masks"):
         find("masks", data / "yolo")
-    shutil.rmtree(data / "yolo/images/val")
-    (data / "yolo/images/loose.jpg").touch()
-    with refusal("places.find_masks_of", "loose.jpg"):
-        find("masks", data / "yolo")
 
 
 NAMED = [
     # as Intel's, and those of many others
-    (["seg_train/seg_train/CLASS", "seg_test/seg_test/CLASS"], "seg_test/seg_test to"),
-    (["training_set/CLASS", "test_set/CLASS"], "training_set to DIR/train"),
-    (["Train_Set/CLASS", "ValidationSet/CLASS"], "ValidationSet to DIR/val"),
-    (["train_data/CLASS", "test/CLASS", "more/CLASS"], "train_data to DIR/train"),
+    (["seg_train/seg_train/CLASS", "seg_test/seg_test/CLASS"], "seg_test, seg_train"),
+    (["training_set/CLASS", "test_set/CLASS"], "folders to DIR/train, DIR/val and"),
+    (["Train_Set/CLASS", "ValidationSet/CLASS"], "Train_Set, ValidationSet may be"),
+    (["train_data/CLASS", "test/CLASS", "more/CLASS"], "train_data may be parts"),
+    (["CLASS", "freight train"], "move all classes into DIR/train"),
     (["CLASS", "cat/test"], "(test)"),
     (["CLASS", "cat/Test Images"], "(Test Images)"),
     (["train/CLASS", "train/cat/old train", "train/cat/old test"], "(old test, old "),
-    # what to type
-    (["animals/train/CLASS", "animals/test/CLASS"], "name DIR/animals instead"),
-    (["set/images/CLASS"], "name DIR/set/images instead"),
-    (["train", "bus"], "move all class folders into one: DIR/train/train"),
+    (["train/train/CLASS", "train/test/CLASS"], "(test, train)"),
+    # what is expected
+    (["animals/train/CLASS", "animals/test/CLASS"], "has animals; classification "),
+    (["set/images/CLASS"], "it has set; classification expects DIR/train/CLASS"),
+    (["train", "bus"], "no class has the name of a part"),
+    (["images/CLASS", "more/CLASS"], "it has images, more; classification expects"),
     (["images/fold1 masks/fold1", "images/test_set masks/test_set"], "(test_set)"),
-    (["training_set/images training_set/masks", "test_set/images"], "training_set to"),
-    (["data/images data/masks"], "name DIR/data instead"),
+    (["training_set/images training_set/masks", "test_set/images"], "training_set; "),
+    (["data/images data/masks"], "it has data; segmentation expects DIR/train/images"),
 ]
 
 
@@ -511,25 +501,14 @@ def test_folders_named_as_parts(
     assert words in caught.value.line.replace(str(tmp_path), "DIR")
 
 
-def test_one_folder_named_as_a_part(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """Beside classes it is one, and a line says so; a class within DIR/train has any name."""
-    for name in "cat", "freight train", "train/test tube", "train/bullet train":
+def test_one_folder_named_as_a_part(tmp_path: Path) -> None:
+    """A class within DIR/train has any name."""
+    for name in "test tube", "bullet train":
         for number in range(2):
-            path = tmp_path / name / f"{number}.png"
+            path = tmp_path / "train" / name / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
     assert folders.find_labelled(tmp_path)[2] == ["bullet train", "test tube"]
-    shutil.rmtree(tmp_path / "train")
-    assert folders.find_labelled(tmp_path)[2] == ["cat", "freight train"]
-    assert f"{tmp_path / 'freight train'}: taken for a class" in capsys.readouterr().out
-    (tmp_path / "cat").rename(tmp_path / "images")
-    inner = tmp_path / "train/images"
-    inner.mkdir(parents=True)
-    (tmp_path / "images").rename(inner / "cat")
-    (tmp_path / "freight train").rename(inner / "dog")
-    assert folders.find_labelled(tmp_path)[2] == ["cat", "dog"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -873,9 +852,7 @@ def test_lists_are_the_same_as_folders(drawn: Callable, kind: str) -> None:
     for then, now in zip(before[:2], after[:2], strict=True):
         found = {name.removeprefix("heap of ") for name in names(now, data)}
         assert found == names(then, data)
-    (data / "val.csv").rename(data / "valid.csv")
-    assert find(kind, data) == after
-    (data / "valid.csv").unlink()
+    (data / "val.csv").unlink()
     held_out = {"labels": 6, "masks": 8}[kind]
     train, val, _ = find(kind, data)
     assert len(train) == 53 - held_out

@@ -16,6 +16,7 @@ from ranks import on_ranks
 from torch.nn.functional import interpolate
 
 import ddpkit
+from ddpkit.convert import command
 from ddpkit.data.format import Format
 from ddpkit.errors import UserError
 from ddpkit.vision import class_counts, folders, masks
@@ -301,51 +302,23 @@ def test_tiffs_that_are_no_masks(
     assert "data.json" not in str(caught.value)  # which does not help with masks
 
 
-@pytest.mark.parametrize(
-    ("classes", "values", "expected"),
-    [
-        (NAMES, np.int64([[0, 2, 1, 255]]), [0, 2, 1, 255]),
-        (NAMES, np.float64([[0, 2, 1]]), [0, 2, 1]),
-        (VALUES, np.uint8([[[255], [7], [0]]]), [1, 255, 0]),
-        (VALUES, np.array([[True, False]]), [1, 0]),
-        (NAMES, np.array([[True, False]]), [1, 0]),
-        (["a", "b", "void = -1"], np.asfortranarray([[-1, 1], [0, 0]]), [255, 1]),
-        (["a = 70000", "b = 2", "void = 9"], np.array([[2, 9, 70000]]), [1, 255, 0]),
-        (["a = 0 0 0", "b = 9 9 9"], np.int32([[9, 0]]), [1, 0]),
-    ],
-)
-def test_arrays(
-    tmp_path: Path, classes: list, values: np.ndarray, expected: list
-) -> None:
-    """Of .npy files, as labelme writes them; the first row."""
-    path = str(tmp_path / "x.npy")
-    np.save(path, values)
-    labels = masks.parse(classes, Path("classes.txt"))
-    assert masks.read_mask(path, labels)[0].tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("code", "classes", "values", "words"),
-    [
-        ("masks.translate", NAMES, np.array([[0, 7]]), "value 7 in 1 pixels"),
-        ("masks.translate", NAMES, np.array([[0, np.nan]]), "value nan in 1 pixels"),
-        ("images.read_array", NAMES, np.zeros((2, 4, 4), int), "shape (2, 4, 4)"),
-        ("images.read_array", NAMES, np.array([["a"]]), "<U1 values"),
-        (
-            "masks.lazy_mask",
-            ["a = 0 0 0", "b = 9 9 9"],
-            np.array([[0, 999]]),
-            "a mask of int64",
-        ),
-    ],
-)
-def test_arrays_that_are_no_masks(
-    tmp_path: Path, code: str, classes: list, values: np.ndarray, words: str
-) -> None:
-    path = str(tmp_path / "x.npy")
-    np.save(path, values)
-    with refusal(code, "x.npy", words):
-        masks.read_mask(path, masks.parse(classes, Path("classes.txt")))
+def test_arrays(tmp_path: Path) -> None:
+    """convert reads .npy masks; where training finds one, it says so."""
+    data = tmp_path / "data"
+    made = tmp_path / "made"
+    for name in "images/1.png", "images/2.png":
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(data / name)
+    (data / "masks").mkdir()
+    for number in 1, 2:
+        np.save(data / f"masks/{number}.npy", np.arange(64).reshape(8, 8) // 32)
+    with refusal("folders.match_pairs", data / "masks", ".npy: an array"):
+        folders.find_mask_pairs(data)
+    command.main([str(data), str(made)])
+    train, val = folders.find_mask_pairs(made)
+    assert len(train) == len(val) == 1
+    with refusal("images.reading", "1.npy", "masks are PNG, or"):
+        masks.read_mask(str(data / "masks/1.npy"), masks.unnamed())
 
 
 def draw_size(length: int, chance: random.Random) -> int:

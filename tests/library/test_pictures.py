@@ -1,19 +1,16 @@
 """What the model gets wrong, and the pictures of it."""
 
-import contextlib
 import csv
 import json
 import math
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from generated import Project, rows
-from matplotlib.figure import Figure
 from PIL import Image
 from torch.nn.functional import cross_entropy
 
@@ -39,38 +36,6 @@ def test_letters_that_the_font_lacks(
         said = capsys.readouterr().out
         assert ("x.png: letters that matplotlib's font lacks" in said) == is_lacking
         assert (tmp_path / "x.png").is_file()
-
-
-def test_names_that_the_font_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Boxes of the same number cannot be told apart: the class number comes before the name."""
-    names = pictures.Classes(["直剪", "翘头剪", "ä"], [(9, 9, 9), (1, 2, 3), (0, 0, 0)])
-    found = pictures.legible(names)
-    assert list(found) == ["0 直剪", "1 翘头剪", "2 ä"]
-    assert (pictures.colors_of(found) == pictures.colors_of(names)).all()
-    assert pictures.legible(["ä", "plain $x$"]) == ["ä", "plain $x$"]
-    figure = Figure()
-    monkeypatch.setattr(pictures, "drawing", lambda _: contextlib.nullcontext(figure))
-    pictures.draw_confusion(tmp_path, torch.eye(3).long(), names)
-    ticks = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert ticks == [f"{name} (1)" for name in found]
-    figure.clear()
-    image = torch.zeros(3, 8, 8, dtype=torch.uint8)
-    target = torch.ones(8, 8, dtype=torch.uint8)
-    titles = []
-
-    def draw(axes: Any, *parts: Any) -> None:
-        titles.append(parts[-1][1])
-        axes.imshow(np.zeros((8, 8, 3)))
-
-    pictures.draw_images(
-        tmp_path, [(image, target, torch.rand(3, 8, 8), [])], draw, names
-    )
-    assert titles == ["1 翘头剪"]
-    assert "1 翘头剪" in " ".join(
-        text.get_text() for text in figure.legends[0].get_texts()
-    )
 
 
 @pytest.mark.parametrize("sides", [(), (5, 4)], ids=["labels", "masks"])

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from digest import digest
-from generated import Project, after_step, die, rows, run
+from generated import ROOT, TEMPLATE_FOLDER, Project, after_step, die, rows, run
 from ranks import on_ranks
 from torch import nn
 
 from ddpkit.run import loop as loops
-from ddpkit.vision.tools import stalls
 
 
 def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -> None:
@@ -140,6 +139,9 @@ loss.register_hook(print)"""
 
 @on_ranks(1, group=False)
 def test_lines_that_wait(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / TEMPLATE_FOLDER / "tests"))
+    import stalls
+
     def find(number: int, planted: str) -> str:
         path = tmp_path / f"main{number}.py"
         path.write_text(MAIN.replace("PLANTED", planted))

@@ -126,7 +126,7 @@ def test_five_channels(project: Project, tmp_path: Path) -> None:
     if is_dense:
         return
     # The exported network takes float32 of as many channels, and normalises it.
-    words = ["--checkpoint", out / "best.pt", "--output", tmp_path, "--data", data]
+    words = ["--checkpoint", out / "best.pt", "--output", tmp_path]
     project.run(words, script="ddpkit export", on=1).ok()
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     held = session.get_modelmeta().custom_metadata_map

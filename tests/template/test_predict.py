@@ -160,11 +160,11 @@ def test_whole_images(project: Project, few: Path, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
-def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+def test_exported(project: Project, trained: Path, tmp_path: Path) -> None:
     """On other numbers of images than were tried, and on other sizes, with all that it takes."""
     best = trained / "best.pt"
     out = tmp_path / "out"
-    words = ["--checkpoint", best, "--output", out, "--data", data]
+    words = ["--checkpoint", best, "--output", out]
     done = project.run(words, script="ddpkit export", on=1).ok()
     assert done.err == ""
     assert [path.name for path in out.iterdir()] == ["model.onnx"]

@@ -497,8 +497,7 @@ def test_lora(project: Project, edited: Callable[[str], Edited]) -> None:
     assert {"lora_" in name for name in learn} == {True, False}
     if project.task == TASKS[1]:
         return  # as much again, and no other code
-    words = ["--checkpoint", tuned.out / "whole/best.pt"]
-    words += ["--output", tuned.out, "--data", tuned.data]
+    words = ["--checkpoint", tuned.out / "whole/best.pt", "--output", tuned.out]
     tuned.project.run(words, script="ddpkit export", on=1).ok()
     assert (tuned.out / "model.onnx").exists()
 

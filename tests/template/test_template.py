@@ -44,6 +44,7 @@ SHARED = {
     "recipes/imagenet.py",
     "recipes/sweep.py",
     "slurm/train.sbatch",
+    "tests/stalls.py",
     "tests/test_project.py",
 }
 SHARED |= {str(path.relative_to(ROOT)) for path in (ROOT / "ddpkit").rglob("*.py")}

@@ -14,8 +14,8 @@ import ddpkit
 import main
 import predict
 import recipe
+import stalls
 from dataset import AUGMENTATIONS, build_datasets, draw_demo
-from ddpkit.vision.tools import stalls
 from flags import parse_args
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -42,14 +42,15 @@ add("--picture", type=Path, default="check.png", metavar="PATH", help="what to d
 EXPORT = Parser(
     prog="python -m ddpkit export",
     description="""\
-Export a network: python -m ddpkit export --checkpoint best.pt --output DIR [--data DIR]
+Export a network: python -m ddpkit export --checkpoint best.pt --output DIR
 
 Writes DIR/model.onnx, which returns what `infer` in model.py does.
 Input: `images`, uint8 (N, 3, H, W), RGB, normalised inside; with "channels" in data.json float32
 (N, channels, H, W), 0 to 1, normalised inside; of another data set with floats those, as they are.
 Output: `logits`, float32. N is free; in segmentation H and W, too: 64 and larger multiples of 32
 (pad at the right and below). The file holds, as JSON, classes, colors, arch, size, multiple_of,
-channels, value_range, mean and std. It appears if it returns what the network does.
+channels, value_range, mean and std. It appears if it returns what the network does, of random
+images.
 """,
 )
 add = EXPORT.add_argument
@@ -60,12 +61,6 @@ add(
     help="of the network",
 )
 add("--output", metavar="DIR", type=Path, default="exported", help="for model.onnx")
-add(
-    "--data",
-    metavar="DIR",
-    type=Path,
-    help="compare on its images (default: as in training)",
-)
 
 PUBLISH = Parser(
     prog="python -m ddpkit publish",

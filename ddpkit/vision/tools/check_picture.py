@@ -35,7 +35,6 @@ def draw_check(path: Path, args: Namespace) -> str:
     except UserError as error:
         distributed.print0(f"{path} is not drawn: {error.line}")
         return error.line
-    names = pictures.legible(classes)
     seeded = Seeded(train_set, classes, 0)
     samples.tell_epoch(train_set, 0)
     present: set[int] = set()  # in masks
@@ -59,7 +58,7 @@ def draw_check(path: Path, args: Namespace) -> str:
             else:
                 # a number, or float (classes,) of several
                 numbers = target.nonzero().flatten() if target.ndim else target[None]
-                text = "; ".join(names[int(number)] for number in numbers) or "none"
+                text = "; ".join(classes[int(number)] for number in numbers) or "none"
                 lines.insert(0, pictures.clip(text, 40))
             axes.set_title("\n".join(lines), fontsize=9)
         if figure.axes:

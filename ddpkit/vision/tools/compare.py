@@ -6,21 +6,18 @@ differ between the runs.
 """
 
 import datetime
-import functools
 import json
 import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpkit import files
 from ddpkit.errors import UserError, escape, print_line
 from ddpkit.run.flags import OF_A_START, Parser
 from ddpkit.vision import rows
-from ddpkit.vision.rows import Row
 
 # flags that do not matter, and what data and network say
 LEFT_OUT = (*OF_A_START, "output_dir", "several_labels", "crop")
@@ -28,42 +25,15 @@ NONE = "-"
 BATCH = "global batch"
 
 
-@dataclass
-class Compared:
-    """A run: its flags and global batch, its rows of metrics.csv, and the metric of its best."""
+class Compared(NamedTuple):
+    """A run, as it is listed, with its flags and global batch.
 
-    folder: Path
+    order: what comes first, of each metric the best, and a run without any at the end.
+    """
+
+    order: tuple[bool, str, float]
+    cells: list[str]
     flags: Mapping[str, Any]
-    rows: Sequence[Row]
-    metric: str
-    direction: str
-
-    @functools.cached_property
-    def top(self) -> Row:
-        return rows.best_row(self.rows, self.metric, self.direction) or {}
-
-    @property
-    def score(self) -> float:
-        return rows.number_in(self.top, self.metric)
-
-    @property
-    def order(self) -> tuple[bool, str, float]:
-        """Return what comes first: of each metric the best, and a run without any at the end."""
-        score = self.score if self.direction == "min" else -self.score
-        return (not self.top, self.metric, score)
-
-    def cells(self) -> list[str]:
-        seconds = [rows.number_in(row, "train_seconds") for row in self.rows]
-        known = sum(value for value in seconds if math.isfinite(value))
-        epochs = str(self.rows[-1]["epoch"] if self.rows else 0)
-        if "--epochs" in self.flags:
-            epochs += f"/{self.flags['--epochs']}"
-        best = NONE
-        if self.top:
-            best = f"{self.metric} {rows.as_digits(self.score)}"
-        time = str(datetime.timedelta(seconds=round(known)))
-        name = rows.clip_middle(escape(self.folder))
-        return [name, best, str(self.top.get("epoch", NONE)), epochs, time]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -93,16 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     cells = []
     for run in runs:
         values = [as_cell(run.flags.get(name)) for name in names]
-        cells.append(run.cells() + values)
+        cells.append(run.cells + values)
     for line in rows.table_lines(columns, cells):
         print_line(line, sys.stdout)
-    sizes = sorted({run.flags[BATCH] for run in runs if run.flags[BATCH]})
-    if len(sizes) > 1:
-        print_line(
-            f"{BATCH}: {' and '.join(map(str, sizes))}, so that steps are not alike; compare runs "
-            "of one --batch-size x ranks x --accumulate, or of an --lr that is scaled with it",
-            sys.stdout,
-        )
 
 
 def is_run(folder: Path) -> bool:
@@ -130,9 +93,25 @@ def read_run(folder: Path) -> Compared:
                 flags[f"--{name.replace('_', '-')}"] = value
         return flags, str(metric), str(direction)
 
-    found = files.parse(folder / "args.json", take_facts, "run", most=files.OF_NOTES)
-    flags, metric, direction = found
-    return Compared(folder, flags, rows.recorded_rows(folder), metric, direction)
+    facts = files.parse(folder / "args.json", take_facts, "run", most=files.OF_NOTES)
+    flags, metric, direction = facts
+    history = rows.recorded_rows(folder)
+    best = rows.best_row(history, metric, direction) or {}
+    score = rows.number_in(best, metric)
+    epochs = str(history[-1]["epoch"] if history else 0)
+    if "--epochs" in flags:
+        epochs += f"/{flags['--epochs']}"
+    seconds = [rows.number_in(row, "train_seconds") for row in history]
+    known = sum(value for value in seconds if math.isfinite(value))
+    cells = [
+        rows.clip_middle(escape(folder)),
+        f"{metric} {rows.as_digits(score)}" if best else NONE,
+        str(best.get("epoch", NONE)),
+        epochs,
+        str(datetime.timedelta(seconds=round(known))),
+    ]
+    order = (not best, metric, score if direction == "min" else -score)
+    return Compared(order, cells, flags)
 
 
 def differing(flags: Sequence[Mapping[str, object]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Export a network: python -m ddpkit export --checkpoint best.pt --output DIR [--data DIR]
+"""Export a network: python -m ddpkit export --checkpoint best.pt --output DIR
 
 arguments.py says what it does and takes.
 """
@@ -10,23 +10,19 @@ import io
 import json
 import logging
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.export import Dim
 
 from ddpkit import files
 from ddpkit.data import normalizing
 from ddpkit.data.format import Format
-from ddpkit.data.samples import Key, Seeded
 from ddpkit.errors import UserError
-from ddpkit.ranks import distributed, process
+from ddpkit.ranks import process
 from ddpkit.run.outputs import to_logits
 from ddpkit.vision.predicting import open_model
 from ddpkit.vision.tools import arguments
@@ -72,23 +68,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     used = vars(args)
     used["tile"] = 0  # the file has no tiles
-    if given.data:
-        used["data"] = str(given.data)
     # channels last would be traced, too
     model = model.to(memory_format=torch.contiguous_format)
     infer = functools.partial(own.infer, args=args)
     network = Network(model, infer, format).eval()
-    side = 512 if stride else int(used.get("image_size", 224))  # pixels, at most
-    # the project's code may ask its group
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    batches = pick_batches(args, format, stride, side)
+    side = 512 if stride else int(used.get("image_size", 224))  # pixels
+    batches = draw_batches(format, stride, side)
     with torch.inference_mode():
         expected = [network(batch) for batch in batches]
     mean, std = format.statistics
     metadata = {
         "classes": list(classes),
         "colors": None if classes.colors is None else classes.colors.tolist(),
-        "size": None if stride else list(batches[0].shape[2:]),  # None: any
+        "size": None if stride else [side, side],  # None: any
         "multiple_of": stride,
         "arch": used.get("arch"),
         "crop": used.get("crop"),  # a share of the shorter side; None: the whole image
@@ -106,41 +98,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not difference <= TOLERANCE:
             raise UserError(f"{line}, more than {TOLERANCE:.0e}: not written")
     print(line)
-    distributed.teardown()
 
 
-def pick_batches(
-    args: Namespace, format: Format, stride: int, side: int
-) -> list[Tensor]:
+def draw_batches(format: Format, stride: int, side: int) -> list[Tensor]:
     """Return batches of 3 images, of 1, and if sizes are free of one that is twice as wide."""
-    try:
-        images = images_of(args, format)
-    except UserError as error:
-        # the network can be written without its data
-        print(f"comparing on random images; --data DIR names others ({error})")
-        shape = (format.channels or 3, side, side)
-        images = [torch.rand(shape) for _ in range(3)]
-        if not format.channels:
-            images = [(255 * image).byte() for image in images]
-    # they may differ in size: the part that all have
-    height = min(side, *[image.shape[1] for image in images])
-    width = min(side, *[image.shape[2] for image in images])
-    batch = torch.stack([image[:, :height, :width] for image in images])
+    batch = torch.rand(3, format.channels or 3, side, side)
+    if not format.channels:
+        batch = (255 * batch).byte()
     batches = [batch, batch[:1]]
     if stride:
         batches.append(torch.cat([batch[1:2], batch[2:]], dim=3))
     return batches
-
-
-def images_of(args: Namespace, format: Format) -> list[Tensor]:
-    """Return 3 validation images, not normalised."""
-    _, val_set, classes = process.own("dataset").build_datasets(args)
-    count = format.channels
-    if count:  # the file normalises
-        val_set.format = replace(format, mean=(0.0,) * count, std=(1.0,) * count)
-    samples = Seeded(val_set, classes, seed=0)
-    numbers = [i % len(samples) for i in range(3)]
-    return [samples[Key(0, number, is_val=True)][0] for number in numbers]
 
 
 def write_onnx(

@@ -3,9 +3,6 @@
 arguments.py says what it does and takes.
 """
 
-import csv
-import importlib.util
-import io
 import json
 import math
 import re
@@ -22,7 +19,7 @@ from ddpkit.run import checkpoint
 from ddpkit.run.file_names import SHOWN
 from ddpkit.run.flags import OF_A_START
 from ddpkit.run.states import State
-from ddpkit.vision.rows import OF_TUNING, number_in, only_numbers, recorded_rows
+from ddpkit.vision.rows import OF_TUNING, only_numbers, recorded_rows
 from ddpkit.vision.tools import arguments
 
 NEEDED = ["args.json", "metrics.csv"]
@@ -34,10 +31,6 @@ MARKUP = re.compile(r"[\\`*_{}\[\]<>|~&$!#]")  # of Markdown
 
 def main(argv: Sequence[str] | None = None) -> None:
     given = arguments.PUBLISH.parse_args(argv)
-    if not importlib.util.find_spec("huggingface_hub"):
-        raise UserError(
-            "publish needs one more package: python -m pip install huggingface_hub"
-        )
     path = given.checkpoint
     for needed in map(path.with_name, NEEDED):
         if not needed.is_file():
@@ -122,24 +115,16 @@ def make_card(
     rows = recorded_rows(path.parent)
     if not rows:
         raise UserError(f"{path.parent}: no epoch in metrics.csv; train first")
-    last = rows[-1]
     # of the checkpoint's epoch; a run that goes on may have written more since
-    own = next((row for row in rows if row["epoch"] == state["epoch"]), last)
-    ends = [f"{path.name}, epoch {own['epoch']}", f"the last, epoch {last['epoch']}"]
-    scores = [["", *ends]]
+    own = next((row for row in rows if row["epoch"] == state["epoch"]), rows[-1])
     results = []
-    for name in only_numbers({**own, **last}):
-        if name in OF_TUNING:
-            continue
-        value = number_in(own, name)
-        scores.append([name, f"{value:.4g}", f"{number_in(last, name):.4g}"])
-        if not math.isnan(value):  # else not measured in that epoch
+    metrics = []
+    for name, value in only_numbers(own).items():
+        # else not measured in that epoch
+        if name not in OF_TUNING and not math.isnan(value):
             results.append(EvalResult(task, data, data, name, value))
-    tables = to_markdown(scores)
-    if "per_class.csv" in contents:
-        text = contents["per_class.csv"].decode(errors="replace")
-        classes = csv.reader(io.StringIO(text, newline=""))
-        tables += "\n\n" + to_markdown(list(classes))
+            metrics.append(f"- {as_text(name)}: {value:.4g}")
+    listed = "\n".join(metrics)
     facts = ModelCardData(
         license=license,
         library_name="pytorch",
@@ -165,9 +150,10 @@ def make_card(
 
     {command}
 
-`args.json` has all flags and versions, and the commit of the project. Metrics:
+`args.json` has all flags and versions, and the commit of the project.
+Metrics after epoch {own["epoch"]}:
 
-{tables}
+{listed}
 
 ## Use
 
@@ -199,15 +185,6 @@ def used_flags(used: dict[str, object]) -> list[str]:
             if value is not True:  # such as --deterministic, which takes no value
                 words.append(str(value))
     return words
-
-
-def to_markdown(table: Sequence[Sequence[str]]) -> str:
-    """Return a table; what its cells say is text, not markup."""
-    lines = []
-    for row in table:
-        lines.append(f"| {' | '.join(map(as_text, row))} |")
-    lines.insert(1, "| --- " * len(table[0]) + "|")
-    return "\n".join(lines)
 
 
 def as_text(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Finds the lines of a training step that would make a GPU wait, for the tests of a project.
+"""Finds the lines of a training step that would make a GPU wait.
 
 It trains on the CPU, where nothing waits, and notes who asks for the values of tensors.
 """
