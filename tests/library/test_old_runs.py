@@ -128,5 +128,7 @@ def test_a_run_of_version_2(tmp_path: Path, name: str) -> None:
         shutil.copy(OLD / f"{name}.pt", resumed / "last.pt")
     then = torch.load(OLD / f"{name}_end.pt", weights_only=True)
     found = LOOPS[name](resumed)
+    if name == "run":  # the losses, which processors add up in orders of their own
+        assert found.pop() == pytest.approx(then.pop(), rel=1e-6)
     assert samples.checksum(found) == samples.checksum(then)
     assert found[0]["1.weight"].any()
