@@ -96,13 +96,19 @@ class Parser(argparse.ArgumentParser):
         self.register("type", None, at_home)  # flags without a type
 
     def set_defaults(self, **defaults: Any) -> None:
+        type_of = {action.dest: action.type for action in self._actions}
         for name, value in defaults.items():
             before = self.get_default(name)
-            if isinstance(before, SCALAR) and isinstance(value, list | tuple | dict):
+            # a text is converted as what is typed, if anything can be typed
+            kinds: Any = SCALAR if type_of.get(name) else (type(before), int)
+            is_right = value is None or isinstance(value, kinds)
+            if isinstance(before, SCALAR) and not is_right:
                 flag = name.replace("_", "-")
                 self.error(f"--{flag}: {value!r:.60} instead of such as {before!r}")
-            if isinstance(before, str) and isinstance(value, int | float):
-                defaults[name] = str(value)  # which is converted as what is typed
+            if isinstance(value, int | float) and (
+                type_of.get(name) or kinds[0] is str
+            ):
+                defaults[name] = str(value)
         super().set_defaults(**defaults)
         for action in self._actions:
             if action.dest in defaults:
