@@ -53,8 +53,8 @@ def read_labelme(tree: Tree, names: Sequence[str]) -> LabelledSet:
 
 def flags_in(content: Json) -> tuple[str, ...]:
     """Return the flags that are set for the whole image, which are its labels."""
-    flags = content.get("flags") or {}
-    return tuple(sorted(str(name) for name, is_set in flags.items() if is_set))
+    given = content.get("flags") or {}
+    return tuple(sorted(str(name) for name, is_set in given.items() if is_set))
 
 
 def read_labelme_file(tree: Tree, name: str, classes: ObjectClasses) -> Entries:

@@ -318,17 +318,25 @@ def test_values_of_another_kind():
     parser.add_argument("--lr", type=parser.at_least(0, float))
     parser.add_argument("--size", type=parser.at_least(1), default=3)
     parser.add_argument("--output", type=Path, default=Path("out"))
-    for name, value in {"arch": ["a"], "size": {}, "output": (3,)}.items():
+    parser.add_argument("--tta", action="store_true")
+    # of the data, as --several-labels and --crop of a project
+    parser.set_defaults(several=False, crop=0.875)
+    for name, value in {
+        **{"arch": ["a"], "size": {}, "output": (3,), "tta": "yes"},
+        **{"several": "yes", "crop": "x"},
+    }.items():
         with refusal("flags.error", f"--{name}: {value!r} instead of"):
             parser.set_defaults(**{name: value})
-    parser.set_defaults(arch=3, lr=1, size=4.0, output="there", own=[1])
+    parser.set_defaults(arch=3, lr=1, size=4, output="there", own=[1], crop=None)
     found = parser.parse_args([])
     assert vars(found) == {
-        **{"arch": "3", "lr": 1, "size": 4.0, "output": Path("there"), "own": [1]}
+        **{"arch": "3", "lr": 1, "size": 4, "output": Path("there"), "own": [1]},
+        **{"tta": False, "several": False, "crop": None},
     }
-    parser.set_defaults(size="x")
-    with refusal("flags.error", "--size", "x is not an integer"):
-        parser.parse_args([])
+    for size, words in ("x", "x is not an integer"), (1e300, "1e+300 is not an"):
+        parser.set_defaults(size=size)
+        with refusal("flags.error", "--size", words):
+            parser.parse_args([])
 
 
 def test_flags_of_a_checkpoint():
