@@ -81,7 +81,7 @@ class LabelledSet:
     def use_labels(self, root: Path) -> None:
         """Make the labels of samples the classes, and leave out samples without one.
 
-        Raises a UserError if an image has two entries with different labels, or if names look alike.
+        Raises a UserError if an image has entries with different labels, or if names look alike.
         """
         labels_of: dict[Path, tuple[str, ...]] = {}
         for sample in self.samples:
