@@ -124,7 +124,8 @@ def load_values(path: Path | str) -> np.ndarray:
         if not is_grid(values):
             continue
         # within structures
-        DEFAULT_FORMAT.check_size(str(path), values.shape)
+        height, width = values.shape
+        DEFAULT_FORMAT.check_size(str(path), (width, height))
         whole = np.nan_to_num(values.astype(np.float64), nan=masks.VOID)
         if (whole == whole.round()).all():
             return whole.astype(np.int64)

@@ -107,7 +107,7 @@ def read_task(
             f'{where}: has brush labels; export "Brush labels to PNG" into the same folder, too'
         )
     shapes = partial(studio_shapes, results, own, classes, where)
-    labels = set()
+    labels: set[str] = set()
     for result in results_of(task, CHOICES):
         # "yes" is an answer to any of them
         question = f"{result.get('from_name')} " if are_questions else ""
