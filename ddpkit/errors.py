@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+MOST = 10_000  # letters of a line
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # such as the end of a line
 
 
@@ -109,7 +110,8 @@ def print_line(line: str, stream: TextIO | None) -> None:
     with contextlib.suppress(Exception):
         # a stand-in for a stream may have none
         encoding = getattr(stream, "encoding", None) or "utf-8"
-        text = line.encode(encoding, "backslashreplace").decode(encoding)
+        # of a name of 50 MB the beginning is enough
+        text = line[:MOST].encode(encoding, "backslashreplace").decode(encoding)
         # at once, so that the lines of several ranks do not mix
         stream.write(f"{text}\n")
         stream.flush()

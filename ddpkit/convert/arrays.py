@@ -123,6 +123,9 @@ def load_values(path: Path | str) -> np.ndarray:
     for _, values in arrays:
         if not is_grid(values):
             continue
+        # within structures
+        height, width = values.shape
+        DEFAULT_FORMAT.check_size(str(path), (width, height))
         whole = np.nan_to_num(values.astype(np.float64), nan=masks.VOID)
         if (whole == whole.round()).all():
             return whole.astype(np.int64)
@@ -149,8 +152,8 @@ def load_mat(path: Path | str) -> dict:
     try:
         with files.open_file(path) as file:
             # compressed, a few bytes may stand for any number of pixels
-            for _, shape, _ in whosmat(file):
-                DEFAULT_FORMAT.check_size(str(path), (math.prod(shape), 1))
+            pixels = sum(math.prod(shape) for _, shape, _ in whosmat(file))
+            DEFAULT_FORMAT.check_size(str(path), (pixels, 1))
             return loadmat(file)
     except NotImplementedError:  # a file of version 7.3
         raise UserError(

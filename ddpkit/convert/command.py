@@ -22,8 +22,20 @@ from pathlib import Path
 from ddpkit.convert import formats, result
 from ddpkit.convert.labels import LabelledSet
 from ddpkit.convert.tree import Tree
-from ddpkit.errors import UserError, escape, print_line
+from ddpkit.errors import UserError, clip, escape, print_line, shorten
 from ddpkit.run.flags import Parser
+
+# Of a key that is missing, a text in place of a number, brackets within brackets, or sizes that
+# no memory has.
+NOT_AS_MEANT = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add("out", metavar="OUT", type=Path, help="folder to make")
     add("--format", metavar="NAME", choices=formats.FORMATS, help="one of those above")
+    add(
+        "--follow-links",
+        action="store_true",
+        help="also take what links in SOURCE lead to outside of it",
+    )
     given = parser.parse_args(argv)
     source = given.source
     out = given.out
@@ -51,19 +68,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(
             f"{path}: is left of a convert that was ended; if none is running, remove it"
         )
-    tree = Tree(source)
+    tree = Tree(source, given.follow_links)
     if tree.root.resolve() in out.resolve().parents:
         raise UserError(f"{out}: lies in {tree.root}; name a folder outside of it")
-    format = formats.FORMATS.get(given.format) or formats.find_label_format(tree)
-    say(f"{source}: {format.name} ({format.what})")
+    if tree.beyond:
+        say(
+            f"skipped: {len(tree.beyond)} links that lead out of {tree.root}, which --follow-links "
+            f"takes: {shorten(tree.beyond)}"
+        )
     labelled = LabelledSet([])
+    name = "any format"
     try:
+        format = formats.FORMATS.get(given.format) or formats.find_label_format(tree)
+        name = format.name
+        say(f"{source}: {name} ({format.what})")
         labelled = formats.read_labels(format, tree)
         lines = result.write_set(labelled, out)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        # a key that is missing, a text in place of a number
+    except NOT_AS_MEANT as error:
         raise UserError(
-            f"{source}: not as {format.name} has it ({error!r}); export it anew"
+            f"{source}: not as {name} has it ({clip(repr(error), 200)}); export it anew"
         ) from error
     finally:
         for line in labelled.skipped.remarks(tree.root):

@@ -66,12 +66,14 @@ def read_cvat(tree: Tree, names: Sequence[str]) -> LabelledSet:
         for label in root.findall(".//meta//labels/label"):
             text = (label.findtext("name") or "").strip()
             colors.setdefault(text, to_color(label.findtext("color") or ""))
+    marks = [mark for root in roots.values() for mark in root.iterfind("image/*")]
     if not colors:  # an export without a head
-        marks = [mark for root in roots.values() for mark in root.iterfind("image/*")]
         colors = dict.fromkeys(sorted({mark.get("label", "") for mark in marks}))
     classes = ObjectClasses(colors, colors)
     label_files = (read_root(tree, name, root, classes) for name, root in roots.items())
-    return draw_objects(tree, classes, label_files)
+    kinds = {mark.tag for mark in marks}
+    has_objects = "tag" not in kinds or not kinds.isdisjoint(KINDS)
+    return draw_objects(tree, classes if has_objects else None, label_files)
 
 
 def parse_xml(tree: Tree, name: str) -> Element:
@@ -91,7 +93,8 @@ def read_root(tree: Tree, name: str, root: Element, classes: ObjectClasses) -> E
         where = f"{tree.path(name)}, {given}"
         shapes = partial(cvat_shapes, image, classes, where)
         size = stated_size(image.get("height"), image.get("width"))
-        yield MarkedImage(path, part, where, shapes, size)
+        tags = {mark.get("label", "") for mark in image.iterfind("tag")}
+        yield MarkedImage(path, part, where, shapes, size, tuple(sorted(tags)))
 
 
 def cvat_shapes(
@@ -105,7 +108,7 @@ def cvat_shapes(
             number = classes.number(label, named)
             order = float(mark.get("z_order", 0))
             yield Shape(number, named, cvat_cover(mark, named), order)
-        elif kind != "tag":  # which is a label of the whole image
+        elif kind != "tag":
             yield LeftOut("points and lines, which have no inside", named)
 
 

@@ -14,7 +14,6 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from ddpkit.convert import runs
 from ddpkit.convert.labels import LabelledSet, Sample
@@ -22,7 +21,6 @@ from ddpkit.convert.objects import not_there
 from ddpkit.convert.tree import Json, Rows, Tree
 from ddpkit.errors import UserError
 from ddpkit.vision import lists
-from ddpkit.vision.names import refuse_alike
 
 # Columns of labels, in small letters
 LABEL_COLUMNS = (
@@ -94,7 +92,7 @@ def records(tree: Tree, name: str) -> Iterator[tuple[int, dict[str, Json]]]:
     for number, line in enumerate(tree.lines(name), 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
             raise UserError(
@@ -175,13 +173,11 @@ def labels_in(cell: Json, separators: str = ";|") -> list[str]:
 
 def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
     labelled = LabelledSet([])
-    of_image: dict[Path, tuple[str, ...]] = {}
-    classes: set[str] = set()
     for name in names:
         rows = list(records(tree, name))
         image, part_column, columns = choose_columns(tree, name, rows)
         labelled.notes += runs.not_read(
-            name, rows, (image, part_column, "group", *columns)
+            name, rows, image, part_column, "group", *columns
         )
         separators = "" if name.endswith(".jsonl") else ";|"
         for number, row in rows:
@@ -196,28 +192,13 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
             if len(columns) > 1:
                 own = [column for column in columns if float(row[column])]
             labels = tuple(sorted(set(own)))
-            if of_image.setdefault(path, labels) != labels:
-                raise UserError(
-                    f"{where}: {given} comes twice, with other labels; remove one row, or write "
-                    "them into one, with ; between"
-                )
-            classes.update(labels)
             group = str(row.get("group") or "")
             labelled.samples.append(Sample(path, part, labels=labels, group=group))
-        blank = [label for label in sorted(classes) if " " in label]
-        if blank and columns[0].lower() in ("labels", "tags"):
-            labelled.notes.append(
-                f'{name}: "{blank[0]}" is one class; if these are several labels, write ; between'
-            )
-    refuse_alike(sorted(classes), tree.root)
-    tree.count_unnamed(labelled)
-    labelled.several = any(len(sample.labels) > 1 for sample in labelled.samples)
-    if len(classes) > 1 and not labelled.several:
-        # of several labels one may be none; of one, there is nothing to learn
-        for sample in [each for each in labelled.samples if not each.labels]:
-            labelled.skipped.leave_out(
-                "images without a label", tree.below(sample.image)
-            )
-            labelled.samples.remove(sample)
-    labelled.names = sorted(classes)
+    tree.count_unnamed(labelled, everywhere=True)
+    labelled.use_labels(tree.root)
+    blank = [label for label in labelled.names if " " in label]
+    if blank and columns[0].lower() in ("labels", "tags"):
+        labelled.notes.append(
+            f'{name}: "{blank[0]}" is one class; if these are several labels, write ; between'
+        )
     return labelled

@@ -36,6 +36,7 @@ Brushes = dict[tuple, list[tuple[str, Path]]]
 # as the export "Brush labels to PNG" names them
 BRUSH = re.compile(r"task-(\d+)-annotation-(\d+)-by-.*-tag-(.+)-\d+\.png")
 KINDS = ("polygonlabels", "rectanglelabels", "ellipselabels", "brushlabels")
+CHOICES = ("choices",)  # about the whole image
 
 
 def find_label_studio(tree: Tree) -> list[str]:
@@ -58,9 +59,15 @@ def read_label_studio(tree: Tree, names: Sequence[str]) -> LabelledSet:
     for _, task in tasks:
         used.update(label for result in results_of(task) for label in labels_of(result))
     classes = ObjectClasses(sorted(used))
-    entries = (read_task(tree, name, task, brushes, classes) for name, task in tasks)
+    choices = [result for _, task in tasks for result in results_of(task, CHOICES)]
+    questions = {result.get("from_name") for result in choices}
+    entries = (
+        read_task(tree, name, task, brushes, classes, len(questions) > 1)
+        for name, task in tasks
+    )
     others = {tree.below(path) for own in brushes.values() for _, path in own}
-    return draw_objects(tree, classes, entries, others)
+    has_objects = used or not choices
+    return draw_objects(tree, classes if has_objects else None, entries, others)
 
 
 def find_brushes(tree: Tree) -> Brushes:
@@ -74,8 +81,14 @@ def find_brushes(tree: Tree) -> Brushes:
 
 
 def read_task(
-    tree: Tree, name: str, task: dict, brushes: Brushes, classes: ObjectClasses
+    tree: Tree,
+    name: str,
+    task: dict,
+    brushes: Brushes,
+    classes: ObjectClasses,
+    are_questions: bool,
 ) -> Entries:
+    """Yield a task's image. are_questions: whether several are asked about whole images."""
     where = f"{tree.path(name)}, task {task.get('id')}"
     done = annotations_of(task)
     if not done:
@@ -94,18 +107,24 @@ def read_task(
             f'{where}: has brush labels; export "Brush labels to PNG" into the same folder, too'
         )
     shapes = partial(studio_shapes, results, own, classes, where)
-    yield MarkedImage(image, tree.part_of_image(image), where, shapes)
+    labels: set[str] = set()
+    for result in results_of(task, CHOICES):
+        # "yes" is an answer to any of them
+        question = f"{result.get('from_name')} " if are_questions else ""
+        labels.update(f"{question}{choice}" for choice in labels_of(result))
+    part = tree.part_of_image(image)
+    yield MarkedImage(image, part, where, shapes, labels=tuple(sorted(labels)))
 
 
 def annotations_of(task: dict) -> list[dict]:
     return [each for each in task["annotations"] if not each.get("was_cancelled")]
 
 
-def results_of(task: dict) -> list[dict]:
-    """Return what the first annotation of a task has marked."""
+def results_of(task: dict, kinds: Sequence[str] = KINDS) -> list[dict]:
+    """Return what the first annotation of a task has marked in these ways."""
     done = annotations_of(task)
     results = done[0].get("result", []) if done else []
-    return [each for each in results if each.get("type") in KINDS]
+    return [each for each in results if each.get("type") in kinds]
 
 
 def labels_of(result: dict) -> Iterable[str]:

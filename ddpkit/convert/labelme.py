@@ -21,6 +21,7 @@ from ddpkit.convert.labels import LabelledSet, LeftOut, ObjectClasses, Size, par
 from ddpkit.convert.objects import Entries, MarkedImage, draw_objects, stated_size
 from ddpkit.convert.shapes import Area, Shape, Shapes, box_outline, oval, to_points
 from ddpkit.convert.tree import Json, Tree, stem_of
+from ddpkit.data.format import DEFAULT_FORMAT
 from ddpkit.errors import UserError
 
 NO_AREAS = ("line", "linestrip", "point", "points")
@@ -46,7 +47,14 @@ def read_labelme(tree: Tree, names: Sequence[str]) -> LabelledSet:
     listed = tree.lines(lists[0]) if lists else []
     classes = ObjectClasses([*listed, *sorted(used - set(listed))])
     label_files = (read_labelme_file(tree, name, classes) for name in names)
-    return draw_objects(tree, classes, label_files)
+    has_objects = used or not any(flags_in(tree.jsons[name]) for name in names)
+    return draw_objects(tree, classes if has_objects else None, label_files)
+
+
+def flags_in(content: Json) -> tuple[str, ...]:
+    """Return the flags that are set for the whole image, which are its labels."""
+    given = content.get("flags") or {}
+    return tuple(sorted(str(name) for name, is_set in given.items() if is_set))
 
 
 def read_labelme_file(tree: Tree, name: str, classes: ObjectClasses) -> Entries:
@@ -59,7 +67,8 @@ def read_labelme_file(tree: Tree, name: str, classes: ObjectClasses) -> Entries:
         return
     shapes = partial(labelme_shapes, content["shapes"], classes, where)
     size = stated_size(content.get("imageHeight"), content.get("imageWidth"))
-    yield MarkedImage(image, part or tree.part_of_image(image), where, shapes, size)
+    part = part or tree.part_of_image(image)
+    yield MarkedImage(image, part, where, shapes, size, flags_in(content))
 
 
 def find_image_of(tree: Tree, name: str, given: str, part: str) -> Path | None:
@@ -113,6 +122,7 @@ def unpack_mask(text: Json, points: np.ndarray, where: str) -> Area:
     """Return the pixels of a PNG in base64 that lies in a box."""
     try:
         image = Image.open(io.BytesIO(base64.b64decode(text)), formats=["PNG"])
+        DEFAULT_FORMAT.check_size(where, image.size)
         inside = np.array(image.convert("L")) > 0
     except (TypeError, ValueError, binascii.Error, OSError, UnidentifiedImageError):
         raise UserError(

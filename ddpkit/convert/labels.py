@@ -11,7 +11,7 @@ from ddpkit.data.format import VOID
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import places
 from ddpkit.vision.masks import usual_name
-from ddpkit.vision.names import seen
+from ddpkit.vision.names import refuse_alike, seen
 
 PARTS = tuple(places.PARTS)  # train, val, test
 part_of = places.part_of
@@ -77,6 +77,31 @@ class LabelledSet:
     skipped: Skipped = field(default_factory=Skipped)
     several: bool = False
     notes: list[str] = field(default_factory=list)
+
+    def use_labels(self, root: Path) -> None:
+        """Make the labels of samples the classes, and leave out samples without one.
+
+        Raises a UserError if an image has entries with different labels, or if names look alike.
+        """
+        labels_of: dict[Path, tuple[str, ...]] = {}
+        for sample in self.samples:
+            path = sample.image.resolve()
+            other = labels_of.setdefault(path, sample.labels)
+            if other != sample.labels:
+                raise UserError(
+                    f"{sample.image}: has two entries with different labels, {shorten(other)} and "
+                    f"{shorten(sample.labels)}; remove one, or write all labels into it"
+                )
+        self.names = sorted(set().union(*labels_of.values()))
+        refuse_alike(self.names, root)
+        self.several = any(len(labels) > 1 for labels in labels_of.values())
+        # of several labels one may be none; of one, there is nothing to learn
+        if self.several or len(self.names) == 1:
+            return
+        for sample in self.samples:
+            if not sample.labels:
+                self.skipped.leave_out("images without a label", sample.image)
+        self.samples = [sample for sample in self.samples if sample.labels]
 
 
 def to_color(value: object) -> Color | None:

@@ -65,7 +65,8 @@ def listed_classes(tree: Tree, folder: str) -> tuple[Sequence[str], Path]:
     """
     inner = tree.path(folder)
     above = [each for each in (inner, *inner.parents) if each.is_relative_to(tree.root)]
-    own = next(filter(Path.is_file, (each / "classes.txt" for each in above)), None)
+    lists = [each / "classes.txt" for each in above]
+    own = next((each for each in lists if tree.below(each) in tree.names), None)
     other = next(filter(None, map(masks.find_list, above)), None)
     lines = masks.read_lines(other) if other else []
     added = masks.read_lines(own) if own else []

@@ -22,6 +22,7 @@ from ddpkit.convert.labels import (
 )
 from ddpkit.convert.shapes import Shapes, draw_shapes
 from ddpkit.convert.tree import Json, Tree
+from ddpkit.data.format import DEFAULT_FORMAT
 from ddpkit.errors import UserError
 
 
@@ -30,7 +31,7 @@ class MarkedImage:
     """An image, as one entry of a label file has it.
 
     where: file and entry, for messages. shapes: the size of the upright image -> its objects, and
-    those that have no inside. size: what the entry says of it, or None.
+    those that have no inside. size: what the entry says of it, or None. labels: of the whole image.
     """
 
     image: Path
@@ -38,6 +39,7 @@ class MarkedImage:
     where: str
     shapes: Callable[[Size], Shapes]
     size: Size | None = None
+    labels: tuple[str, ...] = ()
 
 
 Entries = Iterator[MarkedImage | LeftOut]  # of a label file
@@ -65,6 +67,8 @@ class Drawing:
                     f"{entry.where}: the labels are of {width} x {height} pixels, the image has "
                     f"{known[1]} x {known[0]}; is it turned by EXIF, or another one?"
                 )
+        # a file that cannot be read is of any size that its labels claim
+        DEFAULT_FORMAT.check_size(self.entries[0].where, (known[1], known[0]))
         shapes = (shape for entry in self.entries for shape in entry.shapes(known))
         return draw_shapes(shapes, known, self.skipped)
 
@@ -81,17 +85,34 @@ def not_there(name: str, given: str) -> LeftOut:
 
 def draw_objects(
     tree: Tree,
-    classes: ObjectClasses,
+    classes: ObjectClasses | None,
     label_files: Iterable[Entries],
     others: Collection[str] = (),
 ) -> LabelledSet:
-    """Return the set of the entries of label files. others: files that are no images of the set."""
-    labelled = LabelledSet([], classes.names, classes.colors)
+    """Return the set of the entries of label files.
+
+    classes: of objects; None if there are none, but labels of whole images. others: files that are
+    no images of the set.
+    """
+    labelled = LabelledSet([])
+    if classes:
+        labelled.names = classes.names
+        labelled.colors = classes.colors
     for entry in chain.from_iterable(label_files):
         if isinstance(entry, LeftOut):
             labelled.skipped.add(entry)
             continue
-        drawing = Drawing([entry], labelled.skipped)
-        labelled.samples.append(Sample(entry.image, entry.part, drawing))
+        sample = Sample(entry.image, entry.part, labels=entry.labels)
+        labelled.samples.append(sample)
+        if not classes:
+            continue
+        sample.draw = Drawing([entry], labelled.skipped)
+        for label in entry.labels:
+            labelled.skipped.leave_out(
+                "labels of whole images, which also have objects",
+                f"{entry.where}, {label}",
+            )
     tree.count_unnamed(labelled, others)
+    if not classes:
+        labelled.use_labels(tree.root)
     return labelled

@@ -87,7 +87,7 @@ def name_samples(labelled: LabelledSet, is_by_class: bool) -> list[tuple[Sample,
         parts_of.setdefault(path, set()).add(sample.part)
         if path in own:
             labelled.skipped.leave_out(
-                "more entries of an image that is there, whose objects are drawn together",
+                "more entries of an image that is there, which are taken as one",
                 sample.image,
             )
             own[path] = both_of(own[path], sample)

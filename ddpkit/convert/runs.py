@@ -11,7 +11,7 @@ says: the objects do, whose outlines are much longer if they are read the other 
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -53,10 +53,11 @@ def run_column(tree: Tree, name: str) -> str:
     return ""
 
 
-def not_read(name: str, rows: Rows, read: Iterable[str]) -> list[str]:
+def not_read(name: str, rows: Rows, *read: str) -> list[str]:
     """Return a line that names the columns besides those that are read, or none."""
     there = rows[0][1] if rows else ()
-    others = [column for column in there if column and column not in read]
+    known = set(read)
+    others = [column for column in there if column and column not in known]
     return [f"{name}: columns that are not read: {shorten(others)}"] if others else []
 
 
@@ -85,7 +86,7 @@ def read_runs(
         images = known.get(BOTH) or tree.image_column(path, rows)
         class_column = next((known[x] for x in CLASS_COLUMNS if x in known), "")
         split = lists.part_column(rows)
-        notes += not_read(name, rows, (runs, images, class_column, split))
+        notes += not_read(name, rows, runs, images, class_column, split)
         for number, row in rows:
             where = f"{path}, row {number}"
             image = row[images]

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpkit.convert.labels import LeftOut, Size, Skipped
+from ddpkit.data.format import DEFAULT_FORMAT
 from ddpkit.errors import UserError
 
 CORNERS = 256  # of a circle
+FURTHEST = 1e9  # pixels from the first one: larger numbers cannot be computed with
+MOST_BITS = 60  # of a number in COCO's compressed form
 
 
 @dataclass
@@ -124,7 +127,7 @@ def to_points(values: object, where: str) -> np.ndarray:
         points = flat.reshape(-1, 2)
     except (ValueError, TypeError, OverflowError):
         points = np.full((1, 2), np.nan)
-    if not np.isfinite(points).all():
+    if not (abs(points) < FURTHEST).all():  # also of NaN
         raise UserError(
             f"{where}: its outline is no list of x, y, x, y, ...; repair or remove it"
         )
@@ -153,8 +156,9 @@ def fill_counts(
 
     by_columns: whether they go down the columns, as COCO's do, or along the rows.
     """
-    lengths = np.array(counts, np.int64)
     height, width = size
+    DEFAULT_FORMAT.check_size(where, (width, height))
+    lengths = np.array(counts, np.int64)
     if lengths.ndim != 1 or (lengths < 0).any() or lengths.sum() != height * width:
         raise UserError(
             f"{where}: its runs (RLE) have {lengths.sum()} pixels, not the {width} x {height} of "
@@ -175,7 +179,7 @@ def unpack_counts(text: str, where: str) -> list[int]:
     shift = 0
     for letter in text:
         code = ord(letter) - 48
-        if not 0 <= code < 64:
+        if not 0 <= code < 64 or shift > MOST_BITS:
             raise UserError(
                 f"{where}: {letter!r} is no letter of runs (RLE); export it anew"
             )

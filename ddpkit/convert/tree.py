@@ -24,10 +24,12 @@ Rows = Sequence[tuple[int, dict[str, Json]]]  # with the numbers of their lines
 class Tree:
     """The files below a folder, as paths with / from there; of a file, those beside or above it.
 
-    named: the file that the user has named, as the only one with labels.
+    named: the file that the user has named, as the only one with labels. beyond: links that lead
+    out of the folder, which are passed over unless `follows_links`.
     """
 
-    def __init__(self, source: Path) -> None:
+    def __init__(self, source: Path, follows_links: bool = False) -> None:
+        self.follows_links = follows_links
         self.named = source if source.is_file() else None
         self.given_of: dict[str, str] = {}  # by image: the name that has led to it
         self.root = source.parent if self.named else source
@@ -42,14 +44,25 @@ class Tree:
             self.files = self.find_files()
 
     def find_files(self) -> list[str]:
+        self.beyond: list[str] = []
+        self.real_root = self.root.resolve()
         paths = []
-        for parent, _, names in folders.walk(self.root):
-            # `walk` goes through the real folder
-            below = os.path.relpath(parent, self.root.resolve())
-            for name in sorted(names):
-                if not name.startswith("."):
-                    paths.append((Path(below) / name).as_posix())
+        for parent, inner, names in folders.walk(self.root):
+            # `walk` goes on with what is in this list
+            inner[:] = [x for x in inner if not self.leads_out(Path(parent, x))]
+            for path in (Path(parent, name) for name in sorted(names)):
+                if not path.name.startswith(".") and not self.leads_out(path):
+                    paths.append(self.below(path))
         return paths
+
+    def leads_out(self, path: Path) -> bool:
+        """Return whether a link leads to what is not in the folder, and note it."""
+        if self.follows_links or not path.is_symlink():
+            return False
+        leads_out = not Path(os.path.realpath(path)).is_relative_to(self.real_root)
+        if leads_out:
+            self.beyond.append(self.below(path))
+        return leads_out
 
     def path(self, name: str) -> Path:
         return self.root / name
@@ -126,7 +139,8 @@ class Tree:
         beside = self.path(near).parent / given
         if ending_of(given) in ENDINGS and os.path.isfile(beside):
             self.refuse_outside(beside, near)
-            return beside
+            if self.below(beside) in self.names:
+                return beside
         named = self.named_as(given)
         images = [name for name in named if self.may_be(name, given, near, part)]
         if not images:
@@ -196,8 +210,8 @@ class Tree:
         ends = os.path.abspath(path), os.path.abspath(self.root)
         if os.path.commonpath(ends) != ends[1]:
             raise UserError(
-                f"{self.path(near)}: names {path}, outside of {self.root}; copy or link the images "
-                "into it, or name the folder around both"
+                f"{self.path(near)}: names {path}, outside of {self.root}; copy the images into "
+                "it, or name the folder around both"
             )
 
     def may_be(self, name: str, given: str, near: str, part: str) -> bool:
@@ -231,17 +245,20 @@ class Tree:
         return {part_of(folder_of(name)) for name in self.in_folder("")} - {""}
 
     def count_unnamed(
-        self, labelled: LabelledSet, others: Collection[str] = ()
+        self,
+        labelled: LabelledSet,
+        others: Collection[str] = (),
+        everywhere: bool = False,
     ) -> None:
         """Count the images beside those that have labels, which no label file names.
 
-        others: files that are no images of the set.
+        others: files that are no images of the set. everywhere: also those of other folders.
         """
         used = {sample.image.resolve() for sample in labelled.samples}
         folders = {folder_of(self.below(sample.image)) for sample in labelled.samples}
         said = set(others).union(*labelled.skipped.names.values())
         for name in self.in_folder(""):
-            if folder_of(name) not in folders or name in said:
+            if name in said or not (everywhere or folder_of(name) in folders):
                 continue
             if self.path(name).resolve() not in used:
                 labelled.skipped.leave_out("images without labels", name)

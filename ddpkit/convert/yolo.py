@@ -17,7 +17,7 @@ import numpy as np
 from ddpkit import files
 from ddpkit.convert.labels import LabelledSet, LeftOut, ObjectClasses, Size, part_of
 from ddpkit.convert.objects import Entries, MarkedImage, draw_objects, not_there
-from ddpkit.convert.shapes import Shape, Shapes
+from ddpkit.convert.shapes import Shape, Shapes, to_points
 from ddpkit.convert.tree import Json, Tree, ending_of, slashes, stem_of
 from ddpkit.errors import UserError
 
@@ -203,10 +203,8 @@ def yolo_shapes(
         try:
             values = [float(word) for word in line.split()]
             label = int(values[0])
-            points = np.array(values[1:]).reshape(-1, 2)
-            if not np.isfinite(points).all():
-                raise ValueError(line)
-        except (ValueError, OverflowError):
+            points = to_points(values[1:], where)
+        except (ValueError, OverflowError, UserError):
             raise UserError(
                 f"{where}: expected CLASS X Y X Y X Y ...; repair or remove it"
             ) from None

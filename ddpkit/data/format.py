@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -130,15 +131,10 @@ def _parse(found: dict[str, Any]) -> Format:
 def read_format(folder: Path) -> Format:
     """Return what `folder`/data.json says, the defaults without it; a UserError names a mistake."""
     path = folder / NAME
-    try:
-        return _parse(json.loads(files.read_file(path).decode("utf-8-sig")))
-    except (FileNotFoundError, NotADirectoryError):
+    if not os.path.lexists(path):
         return DEFAULT_FORMAT
-    except OSError as error:
-        raise files.failure(path, error, "read") from None
-    # of JSON, UTF-8, keys or values
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not JSON such as {EXAMPLE} ({error})") from None
+    what = f"JSON such as {EXAMPLE}"
+    return files.parse(path, lambda content: _parse(json.loads(content)), what)
 
 
 def write_format(folder: Path, format: Format) -> None:

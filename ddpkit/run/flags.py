@@ -17,6 +17,7 @@ from ddpkit.ranks import debugger
 
 DEBUG_PORT = 5678  # of rank 0, which awaits a debugger there
 ALL_RANKS = -1  # in place of a list
+SCALAR = (str, int, float, Path)
 
 # What there is here: by what name or value in other programs
 ELSEWHERE = {
@@ -62,7 +63,8 @@ class Parser(argparse.ArgumentParser):
     `@FILE` among the arguments stands for the flags in that file, several in a line if you like;
     a # before a word begins a comment, and $NAME stands for the variable's value. -1,5 is a value,
     not a flag. In a Path or a text ~/ is the home folder: a shell replaces it neither in FILE nor
-    after a = sign. A flag that `set_defaults` has a value for need not be given.
+    after a = sign. A flag that `set_defaults` has a value for need not be given; one that has a
+    default takes no list or dict in its place.
 
     parser: an argparse.ArgumentParser whose flags, groups, defaults and texts are taken over.
 
@@ -89,6 +91,19 @@ class Parser(argparse.ArgumentParser):
         self.register("type", None, at_home)  # flags without a type
 
     def set_defaults(self, **defaults: Any) -> None:
+        type_of = {action.dest: action.type for action in self._actions}
+        for name, value in defaults.items():
+            before = self.get_default(name)
+            # a text is converted as what is typed, if anything can be typed
+            kinds: Any = SCALAR if type_of.get(name) else (type(before), int)
+            is_right = value is None or isinstance(value, kinds)
+            if isinstance(before, SCALAR) and not is_right:
+                flag = name.replace("_", "-")
+                self.error(f"--{flag}: {value!r:.60} instead of such as {before!r}")
+            if isinstance(value, int | float) and (
+                type_of.get(name) or kinds[0] is str
+            ):
+                defaults[name] = str(value)
         super().set_defaults(**defaults)
         for action in self._actions:
             if action.dest in defaults:

@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def parse_rows(text: str, path: Path | None = None) -> Rows:
     table = csv.DictReader(lines, delimiter=separator, restval="")
     names = [name.strip() for name in table.fieldnames or ()]
     table.fieldnames = names
-    twice = [name for name in names if name and names.count(name) > 1]
+    twice = [name for name, count in Counter(names).items() if name and count > 1]
     if path and twice:
         raise UserError(f"{path}: column {twice[0]} is twice; rename one of them")
     for cells in table:

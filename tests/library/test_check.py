@@ -391,3 +391,36 @@ def test_a_whole_set(project: Project, data: Path) -> None:
     else:
         count = len(list((data / "train/dots").iterdir()))
         assert f"dots     {count:9} {100 * count / 53:8.3g} %" in done.out
+
+
+def test_parts_that_are_nearly_alike(tmp_path: Path) -> None:
+    """Saved anew, at another size, or numbered on: a warning each, of the other part alone."""
+    paint = Painter(tmp_path)
+    for name in "012345":
+        for place in f"train/{'ab'[int(name) % 2]}/", f"val/{'ab'[int(name) % 2]}/1":
+            # coarse, as what photographs show
+            noise = paint.noise.integers(0, 256, (8, 12, 3), dtype=np.uint8)
+            shown = Image.fromarray(noise).resize((96, 64))
+            paint.save(f"{place}{name}.png", np.asarray(shown))
+    grey = np.full((40, 60, 3), 90, np.uint8)
+    paint.save("train/a/flat.png", grey)
+    paint.save("val/a/even.png", grey + 1)
+
+    def warnings() -> list[str]:
+        survey = Survey(tmp_path, has_masks=False)
+        survey.read_all(DEFAULT_FORMAT, 0)
+        assert not survey.errors
+        return survey.warnings
+
+    assert not warnings()
+    first = Image.open(tmp_path / "train/a/0.png")
+    first.save(tmp_path / "val/a/anew.jpg", quality=80)
+    first.resize((150, 100)).save(tmp_path / "val/a/larger.png")
+    (line,) = warnings()
+    assert line.startswith("2 of 9 images look nearly as training images do")
+    assert f"val/a/anew.jpg like {tmp_path}/train/a/0.png" in line
+    for name in "train/b/p12_3", "val/b/p12_4", "val/b/p13_1":
+        paint.image(f"{name}.png")
+    line, names = sorted(warnings(), key=len, reverse=True)
+    assert names.startswith("1 of 11 images are numbered on as training images")
+    assert "p12_4.png" in names

@@ -1485,3 +1485,198 @@ def test_what_is_not_taken(
     line = refusal(source)
     assert name in line
     assert words in line
+
+
+def lists_of(out: Path) -> dict[str, str]:
+    """The labels in the lists that were made, by part and name of the image."""
+    found = {}
+    for path in out.glob("*.csv"):
+        with open(path, newline="") as file:
+            for row in csv.DictReader(file):
+                found[f"{path.stem}/{Path(row['file']).stem}"] = row["label"]
+    return found
+
+
+def test_labels_of_whole_images(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """CVAT's tags, Label Studio's choices, LabelMe's flags; beside objects they are counted."""
+    source = tmp_path / "set"
+    out = tmp_path / "out"
+
+    def remade() -> None:
+        shutil.rmtree(source, ignore_errors=True)
+        for name in "abc":
+            save(source / f"{name}.png")
+
+    def cvat(tags_of: dict[str, list[str]], more: str = "") -> None:
+        remade()
+        text = "<annotations><meta/>"
+        for name, tags in tags_of.items():
+            marks = "".join(
+                f'<tag label="{tag}" source="manual"></tag>' for tag in tags
+            )
+            text += f'<image name="{name}.png" subset="Train">{marks}{more}</image>'
+        write(source / "annotations.xml", f"{text}</annotations>")
+
+    cvat({"a": ["wet"], "b": ["dry"], "c": []})
+    said = converted(source, capsys)
+    assert folders_of(out) == {"train/dry": ["b.png"], "train/wet": ["a.png"]}
+    assert "skipped: 1 images without a label: c.png" in said
+    cvat({"a": ["wet", "dark"], "b": ["dark"], "c": []})
+    converted(source, capsys)
+    assert lists_of(out) == {"train/a": "dark;wet", "train/b": "dark", "train/c": ";"}
+    cvat({"a": ["wet"]}, '<box label="car" xtl="1" ytl="1" xbr="4" ybr="4"/>')
+    said = converted(source, capsys)
+    assert list(read_classes(out / "classes.txt")) == ["background", "car", "wet"]
+    assert "skipped: 1 labels of whole images, which also have objects" in said
+
+    def studio(answers_of: dict[str, dict[str, list[str]]]) -> None:
+        remade()
+        tasks = []
+        for number, (name, answers) in enumerate(answers_of.items()):
+            results = []
+            for question, choices in answers.items():
+                result = {"type": "choices", "from_name": question, "to_name": "image"}
+                results.append(result | {"value": {"choices": choices}})
+            data = {"image": f"/data/upload/1/0123abcd-{name}.png"}
+            done = [{"id": number, "result": results}]
+            tasks.append({"id": number, "data": data, "annotations": done})
+        write(source / "tasks.json", tasks)
+
+    studio({"a": {"kind": ["cat"]}, "b": {"kind": ["a dog"]}, "c": {"kind": ["cat"]}})
+    converted(source, capsys)
+    expected = {"train/cat": ["a.png", "c.png"], "train/a dog": ["b.png"]}
+    assert folders_of(out) == expected
+    studio({"a": {"kind": ["cat", "dog"]}, "b": {"kind": ["dog"]}, "c": {}})
+    converted(source, capsys)
+    assert lists_of(out) == {"train/a": "cat;dog", "train/b": "dog", "train/c": ";"}
+    # one answer to two questions is two labels
+    studio({"a": {"wet": ["yes"], "dark": ["no"]}, "b": {"wet": ["no"]}, "c": {}})
+    converted(source, capsys)
+    expected = {"train/a": "dark no;wet yes", "train/b": "wet no", "train/c": ";"}
+    assert lists_of(out) == expected
+
+    def flagged(flags_of: dict[str, dict[str, bool]]) -> None:
+        remade()
+        for name, flags in flags_of.items():
+            content = {"version": "5.5.0", "flags": flags, "shapes": []}
+            write(source / f"{name}.json", content | {"imagePath": f"{name}.png"})
+
+    good = {"good": True, "bad": False}
+    bad = {"good": False, "bad": True}
+    flagged({"a": good, "b": bad, "c": good})
+    converted(source, capsys)
+    expected = {"train/good": ["a.png", "c.png"], "train/bad": ["b.png"]}
+    assert folders_of(out) == expected
+    flagged({"a": {"good": True, "new": True}, "b": bad, "c": {}})
+    converted(source, capsys)
+    assert lists_of(out) == {"train/a": "good;new", "train/b": "bad", "train/c": ";"}
+    # two files of one image, which do not say the same
+    write(source / "d.json", {"flags": bad, "shapes": [], "imagePath": "a.png"})
+    words = "a.png: has two entries with different labels, good, new and bad"
+    assert words in refusal(source)
+
+
+def test_links_that_lead_out_of_the_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Images, folders and labels are taken with --follow-links alone; links within are followed."""
+    source = tmp_path / "set"
+    secret = save(tmp_path / "secret/x.png")
+    write(tmp_path / "list.csv", "file,label\na.png,c\n")
+    save(source / "a.png")
+    save(source / "inner/b.png")
+    (source / "c.png").symlink_to(secret)
+    (source / "d").symlink_to(save(tmp_path / "deep/y.png").parent)
+    (source / "e.csv").symlink_to(tmp_path / "list.csv")
+    (source / "f").symlink_to(source / "inner")
+    rows = "a.png,one\nf/b.png,two\nc.png,one\nd/y.png,two\n"
+    write(source / "rows.csv", f"file,label\n{rows}")
+    said = converted(source, capsys)
+    out = tmp_path / "out"
+    assert "skipped: 3 links that lead out of" in said
+    assert "skipped: 2 images of rows.csv that are not there: c.png, d/y.png" in said
+    assert folders_of(out) == {"train/one": ["a.png"], "train/two": ["b.png"]}
+    (source / "e.csv").unlink()
+    said = converted(source, capsys, "--follow-links")
+    assert "skipped" not in said
+    expected = {"train/one": ["a.png", "x.png"], "train/two": ["b.png", "y.png"]}
+    assert folders_of(out) == expected
+    # one image by two names
+    (source / "g.png").symlink_to(source / "a.png")
+    write(source / "rows.csv", f"file,label\n{rows}g.png,two\n")
+    assert "has two entries with different labels" in refusal(source)
+
+
+def test_images_of_other_folders_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Class folders beside a list, which nobody would miss."""
+    source = tmp_path / "set"
+    for name in "a/1", "b/2", "val/3", "val/4":
+        save(source / f"{name}.png")
+    write(source / "val.csv", "file,label\nval/3.png,a\nval/4.png,b\n")
+    said = converted(source, capsys)
+    assert "skipped: 2 images without labels: a/1.png, b/2.png" in said
+    write(source / "val.csv", "file,label\nval/3.png,\nval/4.png,\n")
+    assert "no image with labels was found" in refusal(source)
+
+
+def test_types_and_sizes_that_a_stranger_may_have_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Each ends in one line, soon, without memory for what is only claimed."""
+    source = tmp_path / "set"
+    image = save(source / "a.png")
+    size = [HEIGHT, WIDTH]
+
+    def coco_of(segmentation: object, **known: object) -> dict:
+        entry = {"id": 1, "file_name": "a.png", "height": HEIGHT, "width": WIDTH}
+        marked = {"id": 1, "image_id": 1, "category_id": 1}
+        return {
+            "images": [entry | known],
+            "annotations": [marked | {"segmentation": segmentation}],
+            "categories": [{"id": 1, "name": "cat"}],
+        }
+
+    huge = {"file_name": "b.tif", "height": 10**6, "width": 10**6}
+    mask = '<mask label="a" left="0" top="0" width="100000" height="100000" rle="{}"/>'
+    xml = "<annotations><meta/><image name='a.png'>{}</image></annotations>"
+    whole = mask.format("0, 10000000000")
+    deep = "[" * 100_000
+    (source / "b.tif").write_bytes(b"II*\0 no TIFF")
+    for name, content, words in (
+        ("a.json", {"images": [1], "annotations": [2], "categories": [3]}, "not as"),
+        ("a.json", coco_of({"size": size, "counts": "o" * 10**6}), "no letter of runs"),
+        ("a.json", coco_of({"size": size, "counts": [10**30]}), "not as coco has it"),
+        ("a.json", coco_of([[1e300, 1, -1e300, 9, 9, 9]]), "no list of x, y"),
+        ("a.json", coco_of([[1, 1, 9, 1, 9, 9]], **huge), "max_megapixels"),
+        ("a.json", coco_of([[1, 1, 9, 1, 9, 9]], file_name="x" * 10**6), "no image"),
+        ("a.xml", xml.format(whole), "max_megapixels"),
+        (
+            "metadata.jsonl",
+            f'{{"file_name": "a.png", "label": {deep}',
+            "no JSON object",
+        ),
+        ("a.csv", f"file,{','.join(map(str, range(4000)))}\na.png\n", "0 is , but"),
+    ):
+        write(source / name, content)
+        start = time.monotonic()
+        line = refusal(source)
+        assert words in line, name
+        assert len(line) < 1000
+        assert max(map(len, capsys.readouterr().out.splitlines()), default=0) < 20_000
+        assert time.monotonic() - start < 20, name
+        (source / name).unlink()
+    write(source / "data.yaml", "names: [a]\ntrain: .\n")
+    write(source / "a.txt", "0 1e300 .1 .9 .1 .9 .9\n")
+    assert "expected CLASS X Y" in refusal(source)
+    image.unlink()
+    grid = np.zeros((8_000, 15_000), np.uint8)
+    # each is within the limit, both are not; and one that is in a structure
+    scipy.io.savemat(source / "m.mat", {"a": grid, "b": grid}, do_compression=True)
+    with pytest.raises(UserError, match="max_megapixels"):
+        arrays.load_values(source / "m.mat")
+    inner = {"mask": {"a": np.zeros((12_000, 15_000), np.uint8)}}
+    scipy.io.savemat(source / "s.mat", inner, do_compression=True)
+    with pytest.raises(UserError, match="max_megapixels"):
+        arrays.load_values(source / "s.mat")

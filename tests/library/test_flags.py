@@ -310,6 +310,34 @@ def test_files_of_flags(tmp_path, monkeypatch):
             parser.parse_args([f"@{path}"])
 
 
+def test_values_of_another_kind():
+    """As the checkpoint of a stranger may have them; texts are converted as what is typed."""
+    parser = flags.Parser()
+    parser.add_argument("--arch", default="a")
+    parser.add_argument("--lr", type=parser.at_least(0, float))
+    parser.add_argument("--size", type=parser.at_least(1), default=3)
+    parser.add_argument("--output", type=Path, default=Path("out"))
+    parser.add_argument("--tta", action="store_true")
+    # of the data, as --several-labels and --crop of a project
+    parser.set_defaults(several=False, crop=0.875)
+    for name, value in {
+        **{"arch": ["a"], "size": {}, "output": (3,), "tta": "yes"},
+        **{"several": "yes", "crop": "x"},
+    }.items():
+        with refusal("flags.error", f"--{name}: {value!r} instead of"):
+            parser.set_defaults(**{name: value})
+    parser.set_defaults(arch=3, lr=1, size=4, output="there", own=[1], crop=None)
+    found = parser.parse_args([])
+    assert vars(found) == {
+        **{"arch": "3", "lr": 1, "size": 4, "output": Path("there"), "own": [1]},
+        **{"tta": False, "several": False, "crop": None},
+    }
+    for size, words in ("x", "x is not an integer"), (1e300, "1e+300 is not an"):
+        parser.set_defaults(size=size)
+        with refusal("flags.error", "--size", words):
+            parser.parse_args([])
+
+
 def test_flags_of_a_checkpoint():
     """Its own count, also for a flag that has to be given; newer ones get their default."""
     parser = flags.Parser()

@@ -195,6 +195,7 @@ def test_megapixels(tmp_path: Path) -> None:
     ("text", "words"),
     [
         (b"{", "Expecting property name"),
+        (b"[" * 100_000, "recursion"),
         (b'{"chanels": 5}', "'chanels'"),
         (b'{"value_range": [5, 5]}', "order of numbers"),
         (b'{"std": [1, 0, 1]}', "wrong number"),
@@ -203,7 +204,7 @@ def test_megapixels(tmp_path: Path) -> None:
 )
 def test_mistakes_in_data_json(tmp_path: Path, text: bytes, words: str) -> None:
     (tmp_path / "data.json").write_bytes(text)
-    with refusal("format.read_format", tmp_path / "data.json", words):
+    with refusal("files.parse", tmp_path / "data.json", words):
         read_format(tmp_path)
 
 

@@ -33,7 +33,7 @@ EDITED = {
 TOKENS = {
     "core": 50_000,
     "vision": 38_000,
-    "convert": 21_900,
+    "convert": 22_600,
     "main": 1_600,
     "classification": 6_000,
     "segmentation": 6_600,

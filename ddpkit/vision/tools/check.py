@@ -40,7 +40,7 @@ from ddpkit.vision.masks import (
     read_classes,
     unnamed,
 )
-from ddpkit.vision.tools import arguments
+from ddpkit.vision.tools import alike, arguments
 from ddpkit.vision.tools.check_picture import draw_check
 
 PARTS = ("train", "val", "test")
@@ -60,6 +60,7 @@ class Facts:
     counts: dict[int, int] = field(default_factory=dict)
     meant: Meant = field(default_factory=dict)  # of the values in a mask
     is_turned: bool = False  # an image beside a mask
+    small: Any = None  # what `alike.thumbnail` makes of it
     # with "channels", (3, channels): pixels, sums of values 0 to 1, of squares
     moments: Any = 0.0
 
@@ -82,6 +83,7 @@ def look(part: str, dataset: MapDataset, index: int) -> Facts:
             facts.error = getattr(error, "line", f"{facts.path}: {error!r}")
             return facts
     facts.size = (image.width, image.height)
+    facts.small = alike.thumbnail(image)
     data = np.ascontiguousarray(pixels).data
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     facts.digest = f"{pixels.shape} {digest}"  # images in one colour differ by size
@@ -127,6 +129,8 @@ class Survey:
         self.largest: set[int] = set()
         # part, path and labels by digest
         self.first: dict[str, tuple[str, str, dict[int, int]]] = {}
+        # paths and thumbnails of each part, but for images that are also in another
+        self.small: dict[str, list[tuple[str, torch.Tensor]]] = {}
 
     def find_samples(self) -> dict[str, list]:
         """Return the samples of each part; note what is wrong with folders and lists."""
@@ -161,6 +165,7 @@ class Survey:
         for part, samples in self.find_samples().items():
             dataset = kind(folders.Part(samples, format, labels), tuple)
             self.sizes[part] = []
+            self.small[part] = []
             self.pixels[part] = Counter()
             self.images[part] = Counter()
             keys += [(part, dataset, index) for index in range(len(dataset))]
@@ -172,6 +177,8 @@ class Survey:
                 for facts in chunk:
                     self.add_facts(facts)
                 bar.update(len(chunk))
+        for part in self.small.keys() - {"train"}:
+            self.warnings += alike.find_alike(self.small["train"], self.small[part])
         self.errors += self.mixed[:1]  # one for the whole set
         if self.turned:
             others = len(self.turned) - 1
@@ -207,7 +214,9 @@ class Survey:
         # in two parts it makes the metrics too good, in one only counts twice
         if other != part:
             self.errors.append(f"{path}: the same image is in {other}, {copy}")
-        elif copy != path and labels != facts.counts and not self.has_masks:
+            return
+        self.small[part].append((path, facts.small))
+        if copy != path and labels != facts.counts and not self.has_masks:
             self.errors.append(f"{path}: the same image as {copy}, with another label")
         elif copy != path:
             self.warnings.append(f"{path}: the same image as {copy}")
