@@ -49,10 +49,7 @@ class TopLosses:
 
     def __init__(self, device: torch.device, every: object = False) -> None:
         self.every = every
-        self.noted: list[tuple] = []
-        # float32, of up to COUNT images, and which images these are
-        self.losses = torch.empty(0, device=device)
-        self.indices = torch.empty(0, dtype=torch.int64, device=device)
+        self.noted: list[list[Tensor]] = []  # of each batch
         self.are_labels = torch.ones((), dtype=torch.bool, device=device)
 
     def update(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> None:
@@ -79,22 +76,14 @@ class TopLosses:
             losses = cross_entropy(
                 outputs, labels, ignore_index=IGNORED, reduction="none"
             )
-        # the mean of each image, over what has a label; images without any come last
+        # the mean of each image, over what has a label; -inf without any
         total = losses.reshape(len(losses), -1).sum(1)
         count = is_class.reshape(len(losses), -1).sum(1)
         means = (total / count).where(count > 0, -math.inf)
+        batch = [means, indices]
         if self.every:
-            parts = means, indices, *judge(outputs, targets, is_class)
-            self.noted += zip(*[part.cpu().numpy() for part in parts], strict=True)
-            return
-        losses = torch.cat([self.losses, means])
-        indices = torch.cat([self.indices, indices])
-        # By index, then stably by loss: of equal losses the same are kept on any number
-        # of ranks.
-        order = indices.argsort()
-        order = order[losses[order].argsort(descending=True, stable=True)][:COUNT]
-        self.losses = losses[order]
-        self.indices = indices[order]
+            batch += judge(outputs, targets, is_class)
+        self.noted.append(batch)
 
     def compute(self) -> list[tuple[float, int]]:
         """Return (loss, index) of the worst images of all ranks; every rank has to call it.
@@ -102,16 +91,25 @@ class TopLosses:
         With `every` of all images, each with its label and probabilities, NumPy's.
         """
         stopping.agree()
-        pairs = list(zip(self.losses.tolist(), self.indices.tolist(), strict=True))
-        mine = self.noted or pairs, bool(self.are_labels)
+        mine = []
+        for losses, indices, *more in self.noted:
+            rows = [each.numpy() for each in more]
+            mine += zip(losses.tolist(), indices.tolist(), *rows, strict=True)
         found = []
-        for pairs, are_labels in distributed.gather_objects(mine):
+        of_ranks = distributed.gather_objects(
+            (self._worst(mine), bool(self.are_labels))
+        )
+        for rows, are_labels in of_ranks:
             if not are_labels:
                 return []
-            found += [pair for pair in pairs if pair[0] != -math.inf]
-        # NaN before all numbers
-        found.sort(key=lambda pair: (not math.isnan(pair[0]), -pair[0], pair[1]))
-        return found if self.every else found[:COUNT]
+            found += rows
+        return self._worst(found)
+
+    def _worst(self, rows: list[tuple]) -> list[tuple]:
+        rows = [row for row in rows if row[0] != -math.inf]
+        # NaN before all numbers; of equal losses the same on any number of ranks
+        rows.sort(key=lambda row: (not math.isnan(row[0]), -row[0], row[1]))
+        return rows if self.every else rows[:COUNT]
 
 
 def judge(outputs: Tensor, targets: Tensor, is_class: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,13 +119,13 @@ def judge(outputs: Tensor, targets: Tensor, is_class: Tensor) -> tuple[Tensor, T
     each class, int64 (N, 3, classes), without void.
     """
     if targets.is_floating_point():
-        return targets, outputs.float().sigmoid()
+        return targets.cpu(), outputs.float().sigmoid().cpu()
     if targets.ndim == 1:
-        return targets, outputs.float().softmax(1)
+        return targets.cpu(), outputs.float().softmax(1).cpu()
     classes = outputs.shape[1]
-    pairs = targets * classes + outputs.argmax(1)
+    pairs = (targets * classes + outputs.argmax(1)).cpu()
     areas = []
-    for pair, is_labelled in zip(pairs.cpu(), is_class.cpu(), strict=True):
+    for pair, is_labelled in zip(pairs, is_class.cpu(), strict=True):
         counts = pair[is_labelled].bincount(minlength=classes**2)
         confusion = counts.view(classes, classes)
         sums = confusion.sum(1), confusion.sum(0), confusion.diagonal()
@@ -310,8 +308,9 @@ def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> No
             write([name, *[f"{share:.6f}" for share in shares], int(support)])
 
 
-def say_weak(path: Path, results: Mapping[str, float]) -> None:
+def say_weak(folder: Path, results: Mapping[str, float]) -> None:
     """Print which classes are never predicted, by per_class.csv, and which score is a guess's."""
+    path = folder / "per_class.csv"
     if not path.is_file():
         return
     rows = [row for _, row in lists.read_rows(path) if row["support"] != "0"]

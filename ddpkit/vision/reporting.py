@@ -240,11 +240,9 @@ class Reporter:
 
     def print_parameters(self, network: nn.Module) -> None:
         """Print how many parameters the network has, and how many are trained, if that is new."""
-        total = 0
-        trained = 0
-        for weight in network.parameters():
-            total += weight.numel()
-            trained += weight.numel() * weight.requires_grad
+        weights = [*network.parameters()]
+        total = sum(each.numel() for each in weights)
+        trained = sum(each.numel() for each in weights if each.requires_grad)
         line = f"{type(network).__name__}: {total:,} parameters"
         if trained < total:
             line += f", {trained:,} of them trained"
@@ -487,8 +485,7 @@ class Reporter:
         count = samples.size(samples.dataset_of(loader))
         for line in evaluation_lines(results, confusion, self.classes, count):
             distributed.print0(line)
-        failed = f"{folder}/per_class.csv is not read"
-        self.beside(failed, say_weak, folder / "per_class.csv", results)
+        self.beside("classes are not looked at", say_weak, folder, results)
 
     def print_results(self, name: str, best: float, epoch: int, example: str) -> None:
         """Print the best score, the paths of the results, and the command that uses them.
@@ -506,8 +503,7 @@ class Reporter:
         hint = what_next(self.rows, *self.facts.get("best", ("", "")))
         if hint:
             distributed.print0(hint)
-        path = self.folder / "per_class.csv"
-        self.beside(f"{path} is not read", say_weak, path, {name: best})
+        self.beside("classes are not looked at", say_weak, self.folder, {name: best})
         script = process.project() / "predict.py"
         if script.is_file():
             paths = [nearest(script), nearest(example)]

@@ -367,7 +367,7 @@ def test_weak_points(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
     def said(confusion: list[list[int]], **results: float) -> list[str]:
         mistakes.write_per_class(path, torch.tensor(confusion), ["a", "b", "c"])
-        mistakes.say_weak(path, results)
+        mistakes.say_weak(tmp_path, results)
         return capsys.readouterr().out.splitlines()
 
     always = [[1, 0, 0], [8, 0, 0], [0, 0, 0]]  # there is no c
@@ -382,5 +382,5 @@ def test_weak_points(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     ]
     assert not said([[1, 0, 0], [1, 7, 1], [0, 0, 0]], top1=0.91)
     path.unlink()
-    mistakes.say_weak(path, {"top1": 0.0})
+    mistakes.say_weak(tmp_path, {"top1": 0.0})
     assert not capsys.readouterr().out
