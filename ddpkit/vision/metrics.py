@@ -110,7 +110,7 @@ def best_threshold(scores: Tensor, labels: Tensor) -> tuple[float, float]:
     at = int(f1.argmax())
     # halfway to the next lower one, for another machine rounds otherwise
     below = scores[at - 1] if at else 0
-    return float(scores[at] + below) / 2, float(f1[at])
+    return (float(scores[at]) + float(below)) / 2, float(f1[at])
 
 
 def gather_states(value: Tensor, group: object = None) -> list[Tensor]:

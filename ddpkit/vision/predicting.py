@@ -90,7 +90,7 @@ class Predictor:
     for what is written, which may lie below an input.
 
     model: in evaluation mode, on this machine's device. classes: their names. args: the flags with
-    which it was trained.
+    which it was trained. `thresholds` raises a UserError for a file that has none.
 
         job = ddpkit.Predictor("best.pt", ["images"], build_model, parse_args, Path("out"))
         with job.table(Path("predictions.csv"), ["file", "class"]) as write:
