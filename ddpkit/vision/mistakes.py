@@ -91,11 +91,11 @@ class TopLosses:
         With `every` of all images, each with its label and probabilities, NumPy's.
         """
         stopping.agree()
-        mine = []
+        mine: list[tuple] = []
         for losses, indices, *more in self.noted:
-            rows = [each.numpy() for each in more]
-            mine += zip(losses.tolist(), indices.tolist(), *rows, strict=True)
-        found = []
+            parts = [each.numpy() for each in more]
+            mine += zip(losses.tolist(), indices.tolist(), *parts, strict=True)
+        found: list[tuple] = []
         of_ranks = distributed.gather_objects(
             (self._worst(mine), bool(self.are_labels))
         )

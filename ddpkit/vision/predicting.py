@@ -182,7 +182,7 @@ class Predictor:
             }
         except (KeyError, ValueError):
             raise UserError(f"{given}: needs columns class and threshold") from None
-        limits = [known.pop(files.as_text(name), 0.5) for name in self.classes]
+        limits = [known.pop(str(files.as_text(name)), 0.5) for name in self.classes]
         if known:
             raise UserError(f"{given}: the checkpoint has no class {shorten([*known])}")
         return torch.tensor(limits)
