@@ -256,7 +256,7 @@ def evaluate(
     place = ddp.sum_device(device)
     losses = []
     counts = []
-    worst = ddpkit.TopLosses(device)
+    worst = ddpkit.TopLosses(device, every=args.eval_only)
     # Meanwhile the network is in evaluation mode.
     for images, targets, *_, indices in ddpkit.eval_batches(loader, model):
         with recipe.autocast(args.amp, device):

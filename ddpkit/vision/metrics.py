@@ -10,6 +10,10 @@ from torchmetrics.classification import (
     MulticlassConfusionMatrix,
     MultilabelConfusionMatrix,
 )
+from torchmetrics.functional.classification import (
+    binary_calibration_error,
+    binary_precision_recall_curve,
+)
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, stopping
@@ -83,6 +87,30 @@ def compute_metrics(
         score.higher_is_better = is_better[name]
         results[name] = score
     return results, confusion
+
+
+def calibration_error(scores: Tensor, labels: Tensor) -> float:
+    """Return the expected calibration error, of 15 bins, of probabilities (N, classes).
+
+    labels: class numbers (N,), or 0 or 1 for each of several labels, (N, classes), taken together.
+    """
+    if labels.ndim == 1:
+        scores, guesses = scores.max(1)
+        labels = guesses == labels
+    return float(binary_calibration_error(scores.ravel(), labels.ravel().int()))
+
+
+def best_threshold(scores: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return the probability from which a label has the best F1, and that F1.
+
+    scores: (N,), from 0 to 1. labels: int (N,), 0 or 1.
+    """
+    precision, recall, scores = binary_precision_recall_curve(scores, labels)
+    f1 = (2 * precision * recall / (precision + recall)).nan_to_num()
+    at = int(f1.argmax())
+    # halfway to the next lower one, for another machine rounds otherwise
+    below = scores[at - 1] if at else 0
+    return (float(scores[at]) + float(below)) / 2, float(f1[at])
 
 
 def gather_states(value: Tensor, group: object = None) -> list[Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
@@ -15,13 +16,15 @@ from torch.utils.data import IterableDataset
 from ddpkit import files
 from ddpkit.data import normalizing, samples
 from ddpkit.data.samples import Key, MapDataset, Seeded
+from ddpkit.errors import shorten
 from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run.outputs import Outputs, to_logits
-from ddpkit.vision import images, pictures
+from ddpkit.vision import images, lists, pictures
 from ddpkit.vision.pictures import DrawExample, Example
 from ddpkit.vision.rows import as_digits, clip, clip_middle, table_lines
 
-Worsts = Sequence[tuple[float, int]]  # (loss, index) of images, what TopLosses finds
+# what TopLosses finds: (loss, index) of images, or, of every one, what `judge` returns, too
+Worsts = Sequence[tuple]
 Predict = Callable[[nn.Module, Tensor], Outputs]  # of a batch of images
 
 COUNT = 12  # images in worst.png
@@ -37,16 +40,16 @@ class TopLosses:
 
     The loss of an image is the cross-entropy of its label, or the mean of that over its labelled
     pixels, or over its labels, float (classes,) from 0 to 1. With other targets none is found.
+    every: also note what is predicted of each image, for predictions.csv.
 
         worst = ddpkit.TopLosses(device)
         worst.update(logits, targets, indices)  # of each batch
         pairs = worst.compute()
     """
 
-    def __init__(self, device: torch.device) -> None:
-        # float32, of up to COUNT images, and which images these are
-        self.losses = torch.empty(0, device=device)
-        self.indices = torch.empty(0, dtype=torch.int64, device=device)
+    def __init__(self, device: torch.device, every: object = False) -> None:
+        self.every = every
+        self.noted: list[list[Tensor]] = []  # of each batch
         self.are_labels = torch.ones((), dtype=torch.bool, device=device)
 
     def update(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> None:
@@ -73,32 +76,61 @@ class TopLosses:
             losses = cross_entropy(
                 outputs, labels, ignore_index=IGNORED, reduction="none"
             )
-        # the mean of each image, over what has a label; images without any come last
+        # the mean of each image, over what has a label; -inf without any
         total = losses.reshape(len(losses), -1).sum(1)
         count = is_class.reshape(len(losses), -1).sum(1)
         means = (total / count).where(count > 0, -math.inf)
-        losses = torch.cat([self.losses, means])
-        indices = torch.cat([self.indices, indices])
-        # By index, then stably by loss: of equal losses the same are kept on any number
-        # of ranks.
-        order = indices.argsort()
-        order = order[losses[order].argsort(descending=True, stable=True)][:COUNT]
-        self.losses = losses[order]
-        self.indices = indices[order]
+        batch = [means, indices]
+        if self.every:
+            batch += judge(outputs, targets, is_class)
+        self.noted.append(batch)
 
     def compute(self) -> list[tuple[float, int]]:
-        """Return (loss, index) of the worst images of all ranks; every rank has to call it."""
+        """Return (loss, index) of the worst images of all ranks; every rank has to call it.
+
+        With `every` of all images, each with its label and probabilities, NumPy's.
+        """
         stopping.agree()
-        pairs = list(zip(self.losses.tolist(), self.indices.tolist(), strict=True))
-        mine = pairs, bool(self.are_labels)
-        every = []
-        for pairs, are_labels in distributed.gather_objects(mine):
+        mine: list[tuple] = []
+        for losses, indices, *more in self.noted:
+            parts = [each.numpy() for each in more]
+            mine += zip(losses.tolist(), indices.tolist(), *parts, strict=True)
+        found: list[tuple] = []
+        of_ranks = distributed.gather_objects(
+            (self._worst(mine), bool(self.are_labels))
+        )
+        for rows, are_labels in of_ranks:
             if not are_labels:
                 return []
-            every += [pair for pair in pairs if pair[0] != -math.inf]
-        # NaN before all numbers
-        every.sort(key=lambda pair: (not math.isnan(pair[0]), -pair[0], pair[1]))
-        return every[:COUNT]
+            found += rows
+        return self._worst(found)
+
+    def _worst(self, rows: list[tuple]) -> list[tuple]:
+        rows = [row for row in rows if row[0] != -math.inf]
+        # NaN before all numbers; of equal losses the same on any number of ranks
+        rows.sort(key=lambda row: (not math.isnan(row[0]), -row[0], row[1]))
+        return rows if self.every else rows[:COUNT]
+
+
+def judge(outputs: Tensor, targets: Tensor, is_class: Tensor) -> tuple[Tensor, Tensor]:
+    """Return of each image in a batch its label, or labels, and the probabilities (N, classes).
+
+    Of masks, in place of both: how many pixels have the label, are predicted as it, and both, of
+    each class, int64 (N, 3, classes), without void.
+    """
+    if targets.is_floating_point():
+        return targets.cpu(), outputs.float().sigmoid().cpu()
+    if targets.ndim == 1:
+        return targets.cpu(), outputs.float().softmax(1).cpu()
+    classes = outputs.shape[1]
+    pairs = (targets * classes + outputs.argmax(1)).cpu()
+    areas = []
+    for pair, is_labelled in zip(pairs, is_class.cpu(), strict=True):
+        counts = pair[is_labelled].bincount(minlength=classes**2)
+        confusion = counts.view(classes, classes)
+        sums = confusion.sum(1), confusion.sum(0), confusion.diagonal()
+        areas.append(torch.stack(sums))
+    return torch.stack(areas), torch.stack(areas)
 
 
 @dataclass
@@ -149,7 +181,8 @@ class Mistakes:
                 path = folder / "confusion.png"
                 pictures.draw_confusion(path, confusion, self.classes)
         # another loader may not say which images they were
-        losses = {index: f"{loss:.4g}" for loss, index in worst if index >= 0}
+        shown = [each[:2] for each in worst[:COUNT]]
+        losses = {index: f"{loss:.4g}" for loss, index in shown if index >= 0}
         if not losses:
             return
         captions = {}
@@ -157,12 +190,56 @@ class Mistakes:
             captions[index] = f"{number}.  loss {loss}"
         examples = self.draw_examples(folder / "worst.png", captions)
         # the files that worst.png shows, in its order
-        data = samples.dataset_of(self.loader)
         columns = ["path", "label", "prediction", "loss"]
         with files.table(folder / "worst.csv", columns) as write:
             for index, (_, target, logits, _) in zip(losses, examples, strict=False):
-                file = samples.file_of(data, index) or samples.name(data, index)
-                write([file, *self._in_words(target, logits), losses[index]])
+                words = self._in_words(target, logits)
+                write([self._name(index), *words, losses[index]])
+
+    def _name(self, index: int) -> str:
+        data = samples.dataset_of(self.loader)
+        return samples.file_of(data, index) or samples.name(data, index)
+
+    def write_predictions(self, folder: Path, every: Worsts) -> dict[str, float]:
+        """Write a row for `every` image; of several labels also their best thresholds.
+
+        Returns the calibration error.
+        """
+        # its import takes seconds
+        from ddpkit.vision.metrics import best_threshold, calibration_error
+
+        every = sorted(every, key=lambda each: each[1])
+        _, _, labels, scores = map(
+            torch.as_tensor, map(np.stack, zip(*every, strict=True))
+        )
+        is_mask = scores.ndim == 3
+        columns = ["path", "label", "prediction", "loss"]
+        parts = ["probability"]
+        if is_mask:
+            columns = ["path", "loss"]
+            parts = ["label_pixels", "predicted_pixels", "right_pixels"]
+        columns += [f"{part}_{name}" for part in parts for name in self.classes]
+        with files.table(folder / "predictions.csv", columns) as write:
+            for (loss, index, *_), label, row in zip(
+                every, labels, scores, strict=True
+            ):
+                # another loader may not say which image it is
+                words = [self._name(index) if index >= 0 else ""]
+                if not is_mask:
+                    words += self._in_words(label, row - 0.5)
+                # nine digits are all of a float32
+                write([*words, *[f"{x:.9g}" for x in (loss, *row.flatten().tolist())]])
+        if is_mask:
+            return {}
+        if labels.ndim == 2:
+            path = folder / "thresholds.csv"
+            with files.table(path, ["class", "threshold", "f1"]) as write:
+                for name, *pair in zip(
+                    self.classes, scores.T, labels.int().T, strict=True
+                ):
+                    if pair[1].any():
+                        write([name, *best_threshold(*pair)])
+        return {"ece": calibration_error(scores, labels)}
 
     def _in_words(self, target: Tensor, logits: Tensor) -> list[str]:
         """Return label and prediction; of a mask the classes' shares of its labelled pixels."""
@@ -229,6 +306,26 @@ def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> No
         for name, row in zip(classes, per_class(confusion).tolist(), strict=True):
             *shares, support = row
             write([name, *[f"{share:.6f}" for share in shares], int(support)])
+
+
+def say_weak(folder: Path, results: Mapping[str, float]) -> None:
+    """Print which classes are never predicted, by per_class.csv, and which score is a guess's."""
+    path = folder / "per_class.csv"
+    if not path.is_file():
+        return
+    rows = [row for _, row in lists.read_rows(path) if row["support"] != "0"]
+    never = [row["class"] for row in rows if row["precision"] == "nan"]
+    if never:
+        distributed.print0(f"never predicted: {shorten(never)}")
+    supports = [int(row["support"]) for row in rows]
+    most = max(supports)
+    usual = rows[supports.index(most)]["class"]
+    share = most / sum(supports)
+    for name, guess in {"top1": share, "miou": share / len(rows)}.items():
+        if results.get(name, math.inf) <= guess + 1e-6:
+            distributed.print0(
+                f"no better than a guess: always answering {usual} has {name} {guess:.4f}"
+            )
 
 
 def per_class_lines(

@@ -72,7 +72,7 @@ class LabelMetrics(MetricCollection):
     # Probabilities: torchmetrics would take a batch of logits that are all from 0 to 1
     # for such.
     def update(self, logits: Tensor, targets: Tensor) -> None:  # type: ignore[override]
-        super().update(logits.sigmoid(), targets.int())
+        super().update(logits.float().sigmoid(), targets.int())
 
 
 def label_metrics(count: int) -> MetricCollection:

@@ -18,11 +18,11 @@ from tqdm import tqdm
 from ddpkit import files
 from ddpkit.data import loading, normalizing
 from ddpkit.data.format import Format, read_format
-from ddpkit.errors import UserError, print_error, reason_of
+from ddpkit.errors import UserError, print_error, reason_of, shorten
 from ddpkit.ranks import devices, distributed
 from ddpkit.ranks.replicas import uncompiled
 from ddpkit.run import checkpoint
-from ddpkit.vision import folders, networks
+from ddpkit.vision import folders, lists, networks
 from ddpkit.vision.images import LazyImage, open_image, visible
 from ddpkit.vision.masks import Classes
 from ddpkit.vision.pictures import draw_legend, drawing, overlay, paint
@@ -94,7 +94,7 @@ class Predictor:
     for what is written, which may lie below an input.
 
     model: in evaluation mode, on this machine's device. classes: their names. args: the flags with
-    which it was trained.
+    which it was trained. `thresholds` raises a UserError for a file that has none.
 
         job = ddpkit.Predictor("best.pt", ["images"], build_model, parse_args, Path("out"))
         with job.table(Path("predictions.csv"), ["file", "class"]) as write:
@@ -170,6 +170,26 @@ class Predictor:
                 if paths:
                     yield paths, images
                 bar.update(len(samples))
+
+    def thresholds(self, given: str) -> Tensor:
+        """Return the probability that each label needs, float32 (classes,).
+
+        given: a number for all, or a CSV file with columns class and threshold, as --eval-only
+            writes; 0.5 for those that are not in it. Raises a UserError if it is neither.
+        """
+        with contextlib.suppress(ValueError):
+            return torch.full([len(self.classes)], float(given))
+        try:
+            known = {
+                row["class"]: float(row["threshold"])
+                for _, row in lists.read_rows(Path(given))
+            }
+        except (KeyError, ValueError):
+            raise UserError(f"{given}: needs columns class and threshold") from None
+        limits = [known.pop(str(files.as_text(name)), 0.5) for name in self.classes]
+        if known:
+            raise UserError(f"{given}: the checkpoint has no class {shorten([*known])}")
+        return torch.tensor(limits)
 
     @contextlib.contextmanager
     def table(

@@ -27,11 +27,18 @@ from ddpkit.data.other_loaders import OtherSource
 from ddpkit.errors import UserError
 from ddpkit.ranks import cpus, devices, distributed, failures, process
 from ddpkit.run import checkpoint
-from ddpkit.run.file_names import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
+from ddpkit.run.file_names import EPOCHS, EVALUATED, EVENTS, SHOWN, remove_images
 from ddpkit.run.loop import Run
 from ddpkit.vision import images, pictures
 from ddpkit.vision.beside import Beside
-from ddpkit.vision.mistakes import MEASURES, Mistakes, Predict, Worsts, per_class_lines
+from ddpkit.vision.mistakes import (
+    MEASURES,
+    Mistakes,
+    Predict,
+    Worsts,
+    per_class_lines,
+    say_weak,
+)
 from ddpkit.vision.pictures import DrawExample
 from ddpkit.vision.rows import (
     EpochLines,
@@ -48,6 +55,8 @@ Log = Callable[[dict[str, float]], object]  # takes a row of numbers
 # takes the id of the run to continue, or None; returns its id, and what takes the rows
 Start = Callable[[str | None], tuple[str, Log]]
 MOST_LEFT_OUT = 0.1  # of the images, in an epoch; more has a remedy
+FEW_STEPS = 10  # in an epoch
+USUAL_STEPS = 1000  # at least, of a training
 
 
 class Reporter:
@@ -197,6 +206,15 @@ class Reporter:
         skipped = left_out(source)
         if skipped:
             distributed.print0(skipped)
+        total = self.epochs * source.steps
+        if source.steps < FEW_STEPS and total < USUAL_STEPS:
+            size = max(run.batch_size // 4, 1)
+            most = USUAL_STEPS * size // (source.steps * run.batch_size) + 1
+            epochs = max(most, self.epochs)
+            distributed.print0(
+                f"only {total} optimizer steps in all; {USUAL_STEPS:,} or more are usual: try "
+                f"--batch-size {size} --epochs {epochs}"
+            )
         amp = f" | amp {run.flags['amp']}" if "amp" in run.flags else ""
         jpeg = images.decoder()
         distributed.print0(
@@ -222,11 +240,9 @@ class Reporter:
 
     def print_parameters(self, network: nn.Module) -> None:
         """Print how many parameters the network has, and how many are trained, if that is new."""
-        total = 0
-        trained = 0
-        for weight in network.parameters():
-            total += weight.numel()
-            trained += weight.numel() * weight.requires_grad
+        weights = [*network.parameters()]
+        total = sum(each.numel() for each in weights)
+        trained = sum(each.numel() for each in weights if each.requires_grad)
         line = f"{type(network).__name__}: {total:,} parameters"
         if trained < total:
             line += f", {trained:,} of them trained"
@@ -450,9 +466,12 @@ class Reporter:
         folder = self.folder / "eval"
         failed = f"{folder} lacks files of this evaluation"
         self.beside(failed, files.make_folder, folder)
-        self.beside(failed, remove_images, folder)  # of another checkpoint
+        self.beside(failed, remove_images, folder, EVALUATED)  # of another checkpoint
         self.beside(failed, mistakes.write_files, folder, confusion, worst)
-        names = [name for name in IMAGES if (folder / name).exists()]
+        if worst and len(worst[0]) > 2:
+            more = self.beside(failed, mistakes.write_predictions, folder, worst)
+            results = {**results, **(more or {})}
+        names = [name for name in EVALUATED if (folder / name).exists()]
         if names:
             distributed.print0(f"written to {folder}: {', '.join(names)}")
         if as_json:
@@ -465,6 +484,7 @@ class Reporter:
         count = samples.size(samples.dataset_of(loader))
         for line in evaluation_lines(results, confusion, self.classes, count):
             distributed.print0(line)
+        self.beside("classes are not looked at", say_weak, folder, results)
 
     def print_results(self, name: str, best: float, epoch: int, example: str) -> None:
         """Print the best score, the paths of the results, and the command that uses them.
@@ -482,6 +502,7 @@ class Reporter:
         hint = what_next(self.rows, *self.facts.get("best", ("", "")))
         if hint:
             distributed.print0(hint)
+        self.beside("classes are not looked at", say_weak, self.folder, {name: best})
         script = process.project() / "predict.py"
         if script.is_file():
             paths = [nearest(script), nearest(example)]

@@ -3,8 +3,10 @@
 import csv
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from digest import digest
@@ -105,14 +107,21 @@ def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
         assert len(list(csv.DictReader(file))) == 7
     one = project.train(several, out, "--eval-only", "test", "--json", on=1).ok()
     assert "images for training (test): " in one.out
+    of_one = read(out / "eval/predictions.csv")
     three = project.train(several, out, "--eval-only", "test", "--json", on=3).ok()
     assert one.out.splitlines()[-1] == three.out.splitlines()[-1]
+    check_predictions(of_one, json.loads(one.out.splitlines()[-1]))
+    assert [row["path"] for row in of_one] == [
+        row["path"] for row in read(out / "eval/predictions.csv")
+    ]
 
-    words = ["--checkpoint", out / "best.pt", "--threshold", 0.3]
-    words += ["--output", tmp_path / "predicted"]
-    project.run(several / "val", words, script="predict.py", on=1).ok()
-    with open(tmp_path / "predicted/predictions.csv", newline="") as file:
-        predicted = list(csv.DictReader(file))
+    def predict(threshold: object) -> Done:
+        words = ["--checkpoint", out / "best.pt", "--threshold", threshold]
+        words += ["--output", tmp_path / "predicted"]
+        return project.run(several / "val", words, script="predict.py", on=1)
+
+    predict(0.3).ok()
+    predicted = read(tmp_path / "predicted/predictions.csv")
     assert len(predicted) == 23
     for row in predicted:
         scores = {
@@ -124,6 +133,70 @@ def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
         said = set(filter(None, row["class"].split(";")))
         assert {name for name, score in scores.items() if score > 0.3001} <= said
         assert said <= {name for name, score in scores.items() if score > 0.2999}
+
+    limits = out / "eval/thresholds.csv"
+    predict(limits).ok()
+    limit_of = {row["class"]: row for row in read(limits)}
+    for (
+        name,
+        row,
+    ) in limit_of.items():  # the F1 that it names, and there is no better one
+        limit, best = float(row["threshold"]), float(row["f1"])
+        truth = [name in row["label"].split("; ") for row in of_one]
+        scores = [float(row[f"probability_{name}"]) for row in of_one]
+        assert best == pytest.approx(f1_of(truth, [x >= limit for x in scores]))
+        every = [f1_of(truth, [x >= score for x in scores]) for score in scores]
+        assert best == pytest.approx(max(every))
+    for row in read(tmp_path / "predicted/predictions.csv"):
+        said = row["class"].split(";")
+        for name, found in limit_of.items():
+            above = float(row[f"probability_{name}"]) - float(found["threshold"])
+            assert (name in said) == (above >= 0) or abs(above) < 1e-5
+    predict("many").refused("files.failure", "many")
+    limits.write_text("class,threshold\nelephant,0.3\n")
+    predict(limits).refused("predicting.thresholds", "elephant")
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def f1_of(truth: Sequence[bool], said: Sequence[bool]) -> float:
+    right = sum(map(min, truth, said))
+    return 2 * right / max(sum(truth) + sum(said), 1)
+
+
+def check_predictions(table: list[dict[str, str]], found: dict[str, float]) -> None:
+    """The table alone gives the metrics, and the calibration error by its definition."""
+    precisions = []
+    scores = []
+    shares = []
+    hits = []
+    for column in table[0]:
+        if not column.startswith("probability_"):
+            continue
+        name = column.removeprefix("probability_")
+        truth = [name in row["label"].split("; ") for row in table]
+        said = [name in row["prediction"].split("; ") for row in table]
+        values = [float(row[column]) for row in table]
+        assert said == [value > 0.5 for value in values]
+        # of each image with the label: among those that are as probable
+        above = [[value >= other for value in values] for other in values]
+        each = [np.mean(np.array(truth)[line]) for line in above]
+        precisions.append(np.mean(np.array(each)[truth]))
+        scores.append(f1_of(truth, said))
+        shares += values
+        hits += truth
+    assert found["map"] == pytest.approx(np.mean(precisions), abs=1e-6)
+    assert found["f1"] == pytest.approx(np.mean(scores), abs=1e-6)
+    bins = np.digitize(shares, np.arange(1, 15) / 15)
+    gaps = [
+        abs(np.mean(np.array(shares)[bins == n]) - np.mean(np.array(hits)[bins == n]))
+        * np.mean(bins == n)
+        for n in set(bins)
+    ]
+    assert found["ece"] == pytest.approx(sum(gaps), abs=1e-4)
 
 
 @on_ranks(1)

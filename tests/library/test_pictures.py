@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -69,12 +70,14 @@ def test_worst_on_any_number_of_ranks(
             at = order[start : start + 4]
             mine.update(outputs[at], targets[at], at)
         parts.append(mine)
-    pairs = [
-        list(zip(w.losses.tolist(), w.indices.tolist(), strict=True)) for w in parts
-    ]
+    every: list[tuple] = []
     monkeypatch.setattr(
-        distributed, "gather_objects", lambda _: [(each, True) for each in pairs]
+        distributed, "gather_objects", lambda own: every.append(own) or []
     )
+    for part in parts:
+        part.compute()
+    assert all(len(pairs) <= 12 for pairs, _ in every)
+    monkeypatch.setattr(distributed, "gather_objects", lambda _: every)
     found = parts[0].compute()
     assert [index for _, index in found] == [index for _, index in expected]
     losses = [loss for loss, _ in expected]
@@ -124,7 +127,7 @@ def test_files_of_a_run(
     words = "--data", data, "--output-dir", run, "--eval-only", "--json"
     done = project.run(words, on=1, draws=True).ok()
     said, numbers = done.out.splitlines()[-2:]
-    written = "per_class.csv, confusion.png, worst.png, worst.csv"
+    written = "per_class.csv, confusion.png, worst.png, worst.csv, predictions.csv"
     assert said == f"written to {out}: {written}"
     assert (out / "per_class.csv").read_bytes() == before["per_class.csv"]
     assert before == {
@@ -150,6 +153,76 @@ def test_files_of_a_run(
     for name, each in classes.items():
         assert float(each["iou"]) == pytest.approx(float(row[f"iou_{name}"]), abs=1e-5)
     check_printed(done.out, classes, found)
+    every = [folder / "predictions.csv" for folder in (out, others)]
+    check_areas(*every, list(classes), found["miou"])
+
+
+def test_predictions_of_classes(
+    project: Project, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """The table alone gives accuracy, loss and calibration error, on any number of ranks."""
+    tables = []
+    results = []
+    for ranks in 1, 3:
+        out = tmp_path / f"{ranks}"
+        words = "--eval-only", "--json", "--resume", trained / "best.pt"
+        done = project.train(data, out, words, on=ranks).ok()
+        results.append(json.loads(done.out.splitlines()[-1]))
+        with open(out / "eval/predictions.csv", newline="") as file:
+            tables.append(list(csv.DictReader(file)))
+        assert not (out / "eval/thresholds.csv").exists()
+    first, second = results
+    assert first == pytest.approx(second, rel=1e-6)
+    every, others = tables
+    assert [row["path"] for row in every] == sorted(map(str, data.glob("val/*/*")))
+    losses = []
+    confidence = []
+    for row, other in zip(every, others, strict=True):
+        shares = {
+            name.removeprefix("probability_"): float(value)
+            for name, value in row.items()
+            if name.startswith("probability_")
+        }
+        assert sum(shares.values()) == pytest.approx(1, abs=1e-6)
+        assert row["label"] == Path(row["path"]).parent.name
+        assert row["prediction"] == max(shares, key=shares.__getitem__)
+        for name, value in row.items():
+            if name in ("path", "label", "prediction"):
+                assert other[name] == value
+            else:
+                assert float(other[name]) == pytest.approx(float(value), rel=1e-4)
+        losses.append(-math.log(shares[row["label"]]))
+        assert float(row["loss"]) == pytest.approx(losses[-1], rel=1e-4)
+        confidence.append(max(shares.values()))
+    is_right = np.array([row["label"] == row["prediction"] for row in every])
+    assert first["top1"] == pytest.approx(is_right.mean())
+    assert first["val_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    bins = np.digitize(confidence, np.arange(1, 15) / 15)
+    gaps = [
+        abs(np.sum(np.array(confidence)[bins == n] - is_right[bins == n]))
+        for n in set(bins)
+    ]
+    assert first["ece"] == pytest.approx(sum(gaps) / len(every), abs=1e-5)
+
+
+def check_areas(one: Path, other: Path, classes: Sequence[str], miou: float) -> None:
+    """The pixels of all images give the metric, on any number of ranks."""
+    tables = []
+    for path in one, other:
+        with open(path, newline="") as file:
+            tables.append(list(csv.DictReader(file)))
+    for row, other_row in zip(*tables, strict=True):
+        loss = float(other_row.pop("loss"))
+        assert float(row.pop("loss")) == pytest.approx(loss, rel=1e-5)
+        assert row == other_row
+    each = []
+    for name in classes:
+        label, said, both = (
+            sum(int(row[f"{part}_pixels_{name}"]) for row in tables[0])
+            for part in ("label", "predicted", "right")
+        )
+        each.append(both / (label + said - both))
+    assert np.mean(each) == pytest.approx(miou, abs=1e-6)
 
 
 def check_worst(one: Path, other: Path, val: Path) -> None:
@@ -185,7 +258,13 @@ def check_printed(said: str, classes: dict, results: dict[str, float]) -> None:
     last = lines[at + len(classes) + 1 :]
     assert last[0][:2] == ["mean,", "sum"]
     assert last[0][-1] == f"{results['miou']:.4f}"
-    assert last[1:] == [[name, f"{results[name]:.4f}"] for name in ("val_loss", "miou")]
+    names = ("val_loss", "miou")
+    assert last[1:3] == [[name, f"{results[name]:.4f}"] for name in names]
+    pixels = {name: int(row["support"]) for name, row in classes.items()}
+    usual = max(pixels, key=pixels.__getitem__)
+    guess = pixels[usual] / sum(pixels.values()) / len(pixels)
+    line = f"no better than a guess: always answering {usual} has miou {guess:.4f}"
+    assert (line in said) == (results["miou"] <= guess)
 
 
 @pytest.mark.filterwarnings("error")

@@ -52,6 +52,12 @@ def test_lines_of_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     left = int(re.fullmatch(text, skipped)[1])
     total, steps = map(int, numbers.groups())
     assert total == 8 * steps + left
+    (few_steps,) = [line for line in lines if "optimizer steps in all" in line]
+    advice = f"only {2 * steps} optimizer steps in all; 1,000 or more are usual: try "
+    size, epochs = re.fullmatch(
+        re.escape(advice) + r"--batch-size (\d+) --epochs (\d+)", few_steps
+    ).groups()
+    assert int(epochs) * (total // (8 // 4 * int(size))) >= 1000
     assert left > 0
     networks = [line for line in lines if " parameters" in line]
     state = torch.load(out / "best.pt", weights_only=True)["model"]
@@ -354,3 +360,28 @@ def test_what_to_try_next() -> None:
     assert hint(down, [0.8, 0.5, 0.51, 0.51, 0.51, 0.51]) == ""
     assert hint(down[::-1], [0.8, 0.5, 0.6, 0.7, 0.8, 0.9]) == ""
     assert hint(down[:5], down[:5]) == ""
+
+
+def test_weak_points(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A class that is never predicted, and a score that a constant answer has; or nothing."""
+    path = tmp_path / "per_class.csv"
+
+    def said(confusion: list[list[int]], **results: float) -> list[str]:
+        mistakes.write_per_class(path, torch.tensor(confusion), ["a", "b", "c"])
+        mistakes.say_weak(tmp_path, results)
+        return capsys.readouterr().out.splitlines()
+
+    always = [[1, 0, 0], [8, 0, 0], [0, 0, 0]]  # there is no c
+    guess = "no better than a guess: always answering b has"
+    assert said(always, top1=1 / 9, val_loss=0.1) == [
+        "never predicted: b",
+        f"{guess} top1 0.8889",
+    ]
+    assert said([[0, 1, 0], [0, 8, 0], [0, 0, 0]], miou=4 / 9) == [
+        "never predicted: a",
+        f"{guess} miou 0.4444",
+    ]
+    assert not said([[1, 0, 0], [1, 7, 1], [0, 0, 0]], top1=0.91)
+    path.unlink()
+    mistakes.say_weak(tmp_path, {"top1": 0.0})
+    assert not capsys.readouterr().out

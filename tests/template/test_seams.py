@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -316,6 +317,22 @@ def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
     text = plain.replace(val, other).replace("val_loader.channels", "3")
     main.write_text(text)
     own.run("repeats").refused("other_loaders.check_share", "the val loader")
+
+
+def test_learning_rate_finder(edited: Callable[[str], Edited]) -> None:
+    """A step at each rate, which all ranks take; nothing is saved, and a run starts as before."""
+    one = edited("lr_finder")
+    said = one.run("found", "--find-lr", 12).ok().out
+    found = re.findall(r"^rate (\S+)  loss (\d+\.\d{4})$", said, re.MULTILINE)
+    rates = [float(rate) for rate, _ in found]
+    assert rates == pytest.approx(10 ** (np.arange(len(rates)) / 2 - 6), rel=0.1)
+    losses = [float(loss) for _, loss in found]
+    assert len(losses) == 12 or losses[-1] >= 3.99 * min(losses)
+    (lowest,) = re.findall(r"^lowest at (\S+): try --lr ", said, re.MULTILINE)
+    assert float(lowest) == rates[losses.index(min(losses))]
+    assert not (one.out / "found/last.pt").exists()
+    one.run("found").ok()
+    assert one.state("found/last.pt")["step"] == 3
 
 
 def test_teacher(edited: Callable[[str], Edited]) -> None:

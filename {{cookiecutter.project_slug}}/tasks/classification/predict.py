@@ -21,8 +21,8 @@ parser.add_argument("--output", metavar="DIR", type=Path, default="predictions")
 parser.add_argument(
     "--tta", action="store_true", help="mirrored images, too, if trained with them"
 )
-parser.add_argument("--threshold", type=parser.at_least(0, float), default=0.5,
-    help="of the probability of a label, if images have several")  # fmt: skip
+parser.add_argument("--threshold", metavar="NUMBER|FILE", default="0.5",
+    help="least probability of a label, if images have several; or thresholds.csv")  # fmt: skip
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     ddpkit.before_imports(parser.parse_args)
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     columns = ["file", "class", "probability"]
     columns += [f"probability_{name}" for name in job.classes]
     read = val_transform(args.image_size, args.crop)
+    limits = job.thresholds(given.threshold)
     with job.table(given.output / "predictions.csv", columns) as write:
         for paths, images in job.batches(read, batch_size=32):
             with torch.inference_mode():
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             scores = logits.sigmoid() if args.several_labels else logits.softmax(1)
             for path, row in zip(paths, scores, strict=True):
                 if args.several_labels:
-                    is_there = row >= given.threshold
+                    is_there = row >= limits
                     found = ";".join(itertools.compress(job.classes, is_there))
                 else:
                     found = job.classes[int(row.argmax())]
