@@ -48,6 +48,7 @@ OTHER_KEYS = {
     ),
     *("trainable", "sums", "of_ranks", "ranks", "draws_by_rank", "done", "is_inside"),
     "virtual_ranks",
+    "variables",
 }
 # of the loss; reading it at every step would stall the device
 SECONDS_BETWEEN_CHECKS = 5
@@ -461,7 +462,6 @@ class Run(Checkpoints):
                 f"all {self.last_epoch} epochs are done: the loop over them is "
                 "for epoch in range(run.epoch, args.epochs)"
             )
-        self.variables.begin_epoch(self, self.epoch, self.parts)
         self.report.print_parameters(self.trained)
         # others may be trained now and then
         self.stepped = [

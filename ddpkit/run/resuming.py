@@ -43,7 +43,8 @@ from ddpkit.run import checkpoint, states
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import progress_line, say_batches
 from ddpkit.run.states import State
-from ddpkit.run.unsaved import LoopVariables, Unsaved
+from ddpkit.run.unsaved import Unsaved
+from ddpkit.run.variables import LoopVariables
 
 # What a checkpoint has to contain
 KEYS = (
@@ -253,6 +254,7 @@ class Checkpoints:
         state = folder.state or {}
         if state:
             self._load(state)
+        self.variables.saved = state.get("variables", {})
         self.trainable_then: int = state.get("trainable", 0)
         folder.open_for_training([*self.parts, "parts"])
         states.fill_momenta(self.parts)
@@ -314,7 +316,6 @@ class Checkpoints:
         """
         with on_signals(self._here), self._in_epochs():
             while self.epoch < count:
-                self.variables.begin_epoch(self, self.epoch, self.parts)
                 # for what is drawn before its steps, such as by zip(loader, other)
                 samples.seed(self.seed, self.epoch, self.share_outside, 0, 0)
                 self._begin_epoch()
@@ -378,6 +379,7 @@ class Checkpoints:
     ) -> Iterator:
         """Yield what is left of the batches of an epoch, which has `length`, if that is known."""
         self._keep_changes()
+        self.variables.begin_epoch(self, self.epoch, self.parts, self.done > 0)
         for network in networks:
             replicas.prepare_network(network)
         self._load_buffers()
@@ -639,6 +641,7 @@ class Checkpoints:
             "trainable": self._trainable(),
             "global_batch": self.global_batch,
             "best": self.best_score,
+            "variables": self.variables.state(self, self.parts, not self.done),
         }
 
     def _load(self, state: State) -> None:
@@ -669,7 +672,7 @@ class Checkpoints:
             return ""
         where = "after its last step" if done == steps else f"at step {done + 1}"
         return (
-            f"; goes on {where}, where variables of the loop begin anew, but for "
+            f"; resuming {where}, where variables of your loop start anew, except "
             f"{self.name}.numbers(...)"
         )
 

@@ -1,13 +1,8 @@
-"""What a training script changes and no checkpoint has: parts that were forgotten, variables."""
+"""Networks, optimizers and schedulers that a training script changes and no checkpoint has."""
 
-import argparse
 import contextlib
-import copy
 import gc
-import sys
-import types
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,86 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
-from ddpkit.ranks import distributed, process, replicas
+from ddpkit.ranks import distributed, replicas
 from ddpkit.run import states
-
-
-class LoopVariables:
-    """Watches the numbers that the function with the training loop keeps in its variables.
-
-    They are in no checkpoint: early stopping by a counter would not survive a resume.
-
-    name: by which the function calls what has `numbers`.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        # of the first epoch of this process
-        self.at_start: dict[str, object] | None = None
-        self.is_said = False
-
-    def begin_epoch(self, run: object, epoch: int, parts: states.Parts) -> None:
-        """Say a line if other numbers than the epoch have changed in the epoch before.
-
-        run: which one of the function's variables is. parts: what is in checkpoints.
-        """
-        if self.is_said:
-            return
-        numbers = numbers_around(run, list(parts.values()))
-        if self.at_start is None:
-            self.at_start = numbers
-        changed = []
-        for name, value in self.at_start.items():
-            # what counts the epochs is known, before its next value or after
-            if numbers.get(name, value) not in (value, epoch, epoch - 1):
-                changed.append(name)
-        if changed:
-            self.is_said = True
-            changed.sort(key=lambda name: "." in name)  # attributes come last
-            distributed.print0(
-                f"warning: {', '.join(changed)} changed with the epoch: in no checkpoint, so that "
-                "a resumed run starts with the first value; keep it as an attribute of "
-                f"{self.name}.numbers({changed[0].rpartition('.')[2]}=...)"
-            )
-
-
-def numbers_around(run: object, saved: list[object]) -> dict[str, object]:
-    """Return the numbers among the variables of the outermost function that has `run` as one.
-
-    Also those of objects of classes that the project has defined, but for what is `saved`.
-    """
-    variables: dict[str, object] = {}
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame:
-        if any(value is run for value in frame.f_locals.values()):
-            # and those that it may declare global
-            variables = {**frame.f_globals, **frame.f_locals}
-        frame = frame.f_back
-    numbers = {}
-    for name, value in variables.items():
-        if is_number(value) and name[:2] != "__":  # as __warningregistry__
-            numbers[name] = value
-        elif is_own(value) and all(value is not part for part in saved):
-            for key, each in vars(value).items():
-                if is_number(each):
-                    numbers[f"{name}.{key}"] = each
-    return copy.deepcopy(numbers)
-
-
-def is_own(value: object) -> bool:
-    """Return whether it is an object of a class of the project, or the flags."""
-    kind = type(value)
-    if kind is argparse.Namespace:
-        return True
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
-    in_project = file and Path(file).resolve().parent == process.project()
-    return bool(in_project) and hasattr(value, "__dict__")
-
-
-def is_number(value: object) -> bool:
-    """Return whether it is a number, or a list or dict of them."""
-    return all(isinstance(leaf, int | float) for leaf in tree_leaves(value))
 
 
 class Unsaved:

@@ -140,7 +140,7 @@ def test_what_a_run_keeps(tmp_path: Path) -> None:
         with contextlib.redirect_stdout(said), contextlib.suppress(Killed):
             train(tmp_path / "resumed", dies_after)
     if not distributed.rank():
-        assert "goes on at step 2, where variables of the loop begin anew" in (
+        assert "resuming at step 2, where variables of your loop start anew" in (
             said.getvalue()
         )
     again, resumed, _ = train(tmp_path / "resumed")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -18,7 +19,7 @@ from generated import refusal, wait_for
 
 import ddpkit
 from ddpkit.data import samples
-from ddpkit.ranks import distributed, protocol, stopping, watch
+from ddpkit.ranks import distributed, process, protocol, stopping, watch
 from ddpkit.run import first_steps, unsaved
 
 SCRIPT = """
@@ -127,7 +128,7 @@ def test_random_numbers(tmp_path: Path) -> None:
     assert ranks.wait(pids) == [0, 0], ranks.said(stopped / "printed")
     out, _ = ranks.said(stopped / "printed")
     assert re.search(
-        r"goes on at step \d+, where variables of the loop begin anew", out
+        r"resuming at step \d+, where variables of your loop start anew", out
     )
     assert ends(whole) == ends(stopped)
 
@@ -287,7 +288,9 @@ def test_a_global_number(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     global best_accuracy
     checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=torch.nn.Linear(2, 2))
     for epoch in checkpoints.epochs(2):
-        best_accuracy = epoch + 50
+        for _ in checkpoints.steps(range(2)):
+            pass
+        best_accuracy = max(best_accuracy, epoch + 50)
     assert "warning: best_accuracy changed" in capsys.readouterr().out
 
 
@@ -302,8 +305,84 @@ def test_a_loop_has_a_length(tmp_path: Path) -> None:
             len(checkpoints.steps(iter([1])))
 
 
-def test_variables_of_a_loop(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Named, with what keeps them, once."""
+class Killed(Exception):
+    pass
+
+
+class Mean:
+    """A running mean, as people write it."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(2)
+
+
+def epoch_of_variables(checkpoints: ddpkit.Checkpoints, mean: Mean, dies: int) -> float:
+    right = 0
+    for _ in checkpoints.steps(range(6)):
+        right += 1
+        mean.value = 0.9 * mean.value + 0.1
+        if checkpoints.step == dies - 1:
+            checkpoints.save()
+        if checkpoints.step == dies:
+            raise Killed
+    return right / 6
+
+
+def train_with_variables(folder: Path, dies: int = 0) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))
+    checkpoints = ddpkit.Checkpoints(folder, net=net)
+    numbers = checkpoints.numbers(best=0.0)
+    generator = torch.Generator().manual_seed(1)
+    draws = np.random.default_rng(0)
+    mean = Mean()
+    stage = 0
+    scores: list[float] = []
+    names = iter(torch.utils.data.DataLoader(range(100)))
+    for epoch in checkpoints.epochs(4):
+        size = 32 if epoch < 2 else 64
+        assert size
+        if epoch == 1:
+            net[1].p = 0.5
+        next(names)
+        torch.rand(1, generator=generator)
+        draws.random()
+        scores.append(epoch_of_variables(checkpoints, mean, dies))
+        stage += 2
+        numbers.best += scores[-1]
+
+
+@pytest.mark.parametrize(
+    ("dies", "anew"),
+    [
+        (3, "mean.value right"),  # in the first epoch
+        (12, "draws generator mean.value names net.1.p scores stage"),  # between epochs
+        (15, "draws generator mean.value names net.1.p right scores stage"),
+    ],
+)
+def test_variables_start_anew(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    dies: int,
+    anew: str,
+) -> None:
+    """Those that a resume does not bring back are named: numbers, tensors, generators, attributes.
+
+    What each epoch sets, or `numbers` has, is none.
+    """
+    monkeypatch.setattr(process, "project", lambda: Path(__file__).parent)
+    with pytest.raises(Killed):
+        train_with_variables(tmp_path, dies)
+    capsys.readouterr()
+    train_with_variables(tmp_path)
+    said = re.findall("warning: (.*) start anew:", capsys.readouterr().out)
+    assert set(", ".join(said).split(", ")) == set(anew.split())
+
+
+def test_variables_that_change_with_the_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Named, with what keeps them, once; not what counts the epochs."""
     checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=torch.nn.Linear(2, 2))
     best = 0.0
     lengths: list[int] = []
@@ -313,6 +392,7 @@ def test_variables_of_a_loop(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
         lengths.append(epoch)
     out = capsys.readouterr().out
     assert len(re.findall("warning: best, lengths changed with the epoch", out)) == 1
+    assert out.count("warning") == 1
     assert "checkpoints.numbers(best=...)" in out
 
 

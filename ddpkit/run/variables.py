@@ -1,0 +1,318 @@
+"""What a training script keeps in its variables: no checkpoint has it.
+
+A run notes checksums of them as an epoch begins, and in each checkpoint. By these a run that
+resumes knows which of its variables have other values than those of the run that was stopped.
+"""
+
+import argparse
+import collections
+import contextlib
+import dis
+import functools
+import itertools
+import random
+import re
+import sys
+import time
+import types
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddpkit.ranks import distributed, process, replicas
+from ddpkit.ranks.module_state import attributes
+from ddpkit.run import states
+
+FEW = 100  # items of a list, at each end, and of a dict, that are looked at
+MOST_NUMBERS = 4096  # of a tensor that are
+DEPTH = 5  # of lists in lists, and of objects in objects
+A_DAY = 86400  # seconds
+PLAIN = bool, int, float, complex, str, bytes, type(None)
+NAMED = types.FunctionType, types.BuiltinFunctionType, type
+# What has a state, and how it is read
+GENERATORS: dict[type, Callable[[Any], object]] = {
+    torch.Generator: lambda each: each.get_state(),
+    random.Random: lambda each: each.getstate(),
+    np.random.Generator: lambda each: each.bit_generator.state,
+    np.random.RandomState: lambda each: each.get_state(),
+}
+# Instructions after which the next one does not follow
+ENDING = "RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"
+Checksums = dict[str, int]  # by the name of a variable
+
+
+class LoopVariables:
+    """Says which variables of a training loop a resume does not bring back.
+
+    name: by which scripts call what has `numbers`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.first: Checksums = {}  # when the run began its first epoch
+        self.at_start: Checksums = {}  # when this epoch began, or goes on
+        self.kept: set[str] = set()  # that an epoch reads before it sets them
+        # of a checkpoint, by name: the first, at the start of its epoch, when it was saved
+        self.saved: dict[str, tuple[int, int, int]] = {}
+        self.said: set[str] = set()
+
+    def begin_epoch(
+        self, run: object, epoch: int, parts: states.Parts, is_within: bool
+    ) -> None:
+        """Note the variables; say which begin anew, or have changed from epoch to epoch.
+
+        To call as its loop over steps begins. run: which one of the variables is. parts: what is
+        in checkpoints. is_within: the epoch goes on where it was stopped.
+        """
+        if not distributed.is_rank_zero():
+            return
+        self.at_start = checksums(run, parts)
+        if self.saved:
+            self._say_anew(is_within)
+        elif self.first:
+            self._say_changed(epoch)
+        self.first = {**self.at_start, **self.first}
+
+    def _say_anew(self, is_within: bool) -> None:
+        anew = []
+        for name, (first, start, saved) in self.saved.items():
+            self.first[name] = first
+            now = self.at_start.get(name, saved)
+            # What follows the epoch has another value than in the first.
+            is_first = now == first != start
+            if now != saved and (is_first or (is_within and saved != start)):
+                anew.append(name)
+        self.saved = {}
+        self._say(anew, "start anew: the results differ from an uninterrupted run's")
+
+    def _say_changed(self, epoch: int) -> None:
+        # What counts the epochs is known, before its next value or after.
+        counts = checksum(epoch), checksum(epoch - 1)
+        changed = []
+        for name, first in self.first.items():
+            now = self.at_start.get(name, first)
+            if now != first and now not in counts and name in self.kept:
+                changed.append(name)
+        self._say(
+            changed, "changed with the epoch: unless each epoch sets that, it is lost"
+        )
+
+    def _say(self, names: list[str], what: str) -> None:
+        new = [name for name in names if name not in self.said]
+        if not new:
+            return
+        self.said.update(new)
+        new.sort(key=lambda name: "." in name)  # attributes come last
+        plain = [name.rpartition(": ")[2] for name in new]
+        distributed.print0(
+            f"warning: {', '.join(plain)} {what}; no checkpoint has variables: use {self.name}"
+            f".numbers({plain[0].rpartition('.')[2]}=...) for numbers, lists and tensors, "
+            f"{self.name}.common for random numbers, and epoch >= N, not =="
+        )
+
+    def state(
+        self, run: object, parts: states.Parts, is_between: bool
+    ) -> dict[str, tuple[int, int, int]]:
+        """Return, for a checkpoint, those that have changed and are read again, on rank 0.
+
+        is_between: it is that of the end of an epoch.
+        """
+        if not distributed.is_rank_zero() or not self.at_start:
+            return self.saved
+        needed = checksums(run, parts, is_needed=True)
+        if is_between:
+            self.kept = {*needed}
+        changed = {}
+        for name, saved in needed.items():
+            start = self.at_start.get(name, saved)
+            found = self.first.get(name, start), start, saved
+            if len(set(found)) > 1:
+                changed[name] = found
+        return changed
+
+
+def checksums(run: object, parts: states.Parts, is_needed: bool = False) -> Checksums:
+    """Return those of the variables of the script's functions, from the outermost that has `run`.
+
+    Also of the attributes of its own objects and of networks, but for what is in `parts`. Names of
+    variables of inner functions begin with the function's. is_needed: only those that are read
+    before they are set again.
+    """
+    known = {id(run)}
+    for part in parts.values():
+        # of networks, besides metrics, a checkpoint has no attributes
+        if not isinstance(part, nn.Module) or hasattr(part, "persistent"):
+            known.add(id(part))
+    found = {}
+    for function, frame in functions(run):
+        variables = {**frame.f_locals}
+        if not function:  # and those that it may declare global
+            variables = {**frame.f_globals, **variables}
+        needed = variables.keys()
+        if is_needed:
+            code = frame.f_code
+            needed = read_later(code, frame.f_lasti) | names_in(code)
+            needed |= frame.f_globals.keys() - {*code.co_names}
+        for name, value in variables.items():
+            value = replicas.bare(value)
+            has_attributes = isinstance(value, nn.Module) or is_own(value)
+            if name[:2] == "__" or id(value) in known:
+                continue
+            if name not in needed and not has_attributes:
+                continue
+            if not isinstance(value, PLAIN):  # an inner function may be given it, too
+                known.add(id(value))
+            for attribute, each in parts_of(value):
+                found[function + name + attribute] = checksum(each)
+    return found
+
+
+def functions(run: object) -> Iterator[tuple[str, types.FrameType]]:
+    """Yield the script's functions that are being called, the outermost that has `run` first.
+
+    With what the names of their variables begin with, nothing for that one.
+    """
+    frames: list[types.FrameType] = []
+    frame: types.FrameType | None = sys._getframe(1)
+    of_script = 0
+    while frame:
+        frames.append(frame)
+        if any(value is run for value in frame.f_locals.values()):
+            of_script = len(frames)
+        frame = frame.f_back
+    prefix = ""
+    for each in reversed(frames[:of_script]):
+        if each.f_globals.get("__name__", "").partition(".")[0] != "ddpkit":
+            yield prefix, each
+            prefix = f"{each.f_code.co_name}: "
+
+
+@functools.lru_cache(16)
+def read_later(code: types.CodeType, place: int) -> set[str]:
+    """Return the variables that a function may read, from a place on, before it sets them.
+
+    By the usual analysis of what is live, from the end to the start until nothing changes:
+    https://en.wikipedia.org/wiki/Live-variable_analysis
+    """
+    instructions = list(dis.get_instructions(code))
+    following = {}
+    for each, after in itertools.zip_longest(instructions, instructions[1:]):
+        follow = [] if each.opname.startswith(ENDING) or not after else [after.offset]
+        if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
+            follow.append(each.argval)
+        following[each.offset] = follow
+    needed: dict[int, set[str]] = {each.offset: set() for each in instructions}
+    is_changing = True
+    while is_changing:
+        is_changing = False
+        for each in reversed(instructions):
+            names = set().union(*(needed[offset] for offset in following[each.offset]))
+            for use, name in reversed(uses(each)):
+                names = names | {name} if use == "LOAD" else names - {name}
+            is_changing |= names != needed[each.offset]
+            needed[each.offset] = names
+    # In a call it may be within the instruction.
+    here = max(offset for offset in following if offset <= place)
+    return set().union(*(needed[offset] for offset in following[here]))
+
+
+def uses(instruction: dis.Instruction) -> list[tuple[str, str]]:
+    """Return which variables an instruction loads, stores or deletes, in its order."""
+    is_of_scope = instruction.opname.endswith(("_NAME", "_GLOBAL"))
+    if not is_of_scope and instruction.opcode not in (*dis.haslocal, *dis.hasfree):
+        return []
+    names = instruction.argval
+    if not isinstance(names, tuple):  # one of two instructions in one
+        names = (names,)
+    return list(
+        zip(re.findall("LOAD|STORE|DELETE", instruction.opname), names, strict=False)
+    )
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Return the names that functions in a piece of code use."""
+    found: set[str] = set()
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            found |= {*each.co_names, *names_in(each)}
+    return found
+
+
+def parts_of(value: object) -> Iterator[tuple[str, object]]:
+    """Yield what is looked at by itself: attributes of networks, and of the script's objects."""
+    if isinstance(value, nn.Module):
+        for path, module in value.named_modules():
+            inner = f".{path}" * bool(path)
+            for name, each in attributes(vars(module)).items():
+                yield f"{inner}.{name}", each
+    elif is_own(value):
+        for name, each in vars(value).items():
+            yield f".{name}", each
+    else:
+        yield "", value
+
+
+def is_own(value: object) -> bool:
+    """Return whether it is an object of a class of the project, or the flags."""
+    kind = type(value)
+    if kind is argparse.Namespace:
+        return True
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    in_project = file and Path(file).resolve().parent == process.project()
+    return bool(in_project) and hasattr(value, "__dict__")
+
+
+def checksum(value: object) -> int:
+    with contextlib.suppress(Exception):  # of what a library has
+        return zlib.crc32(repr(content(value, DEPTH)).encode())
+    return 0
+
+
+def content(value: Any, depth: int) -> object:
+    """Return what changes if a value does, and is short; of other kinds of objects their class."""
+    kind = type(value)
+    name = kind.__qualname__
+    for generator, read in GENERATORS.items():
+        if isinstance(value, generator):
+            return content(read(value), depth)
+    if isinstance(value, Tensor):
+        return name, value.shape, sample(value.detach())
+    if isinstance(value, np.ndarray):
+        return name, value.shape, sample(torch.from_numpy(value))
+    if isinstance(value, float) and abs(value - time.time()) < A_DAY:
+        return "a time"
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, NAMED):
+        return value.__qualname__
+    if hasattr(value, "_num_yielded"):  # of a DataLoader's iterator
+        return value._num_yielded
+    if not depth:
+        return name
+    if isinstance(value, types.GeneratorType):
+        value = value.gi_frame and value.gi_frame.f_locals
+    elif is_own(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    if isinstance(value, list | tuple | collections.deque):
+        items = list(value)
+        if len(items) > 2 * FEW:
+            items = items[:FEW] + items[-FEW:]
+        return name, len(value), [content(each, depth - 1) for each in items]
+    return name
+
+
+def sample(tensor: Tensor) -> bytes:
+    """Return the bytes of some of its numbers."""
+    stride = max(tensor.numel() // MOST_NUMBERS, 1)
+    some = tensor.reshape(-1)[::stride].cpu().contiguous()
+    return some.view(torch.uint8).numpy().tobytes()
