@@ -24,7 +24,7 @@ Look = tuple[str, dict[str, int]]
 
 def look(expression: str) -> Look | None:
     """Return what `expression` is, or the error in which it ends; None if this rank is not held."""
-    names: dict[str, Any] = {}
+    names: dict[str, object] = {}
     for frame in held_frames():  # what an inner one has hides what an outer one has
         names = {**frame.f_globals, **frame.f_locals, **names}
     if not names:

@@ -95,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         for name, value in defaults.items():
             before = self.get_default(name)
             # a text is converted as what is typed, if anything can be typed
-            kinds: Any = SCALAR if type_of.get(name) else (type(before), int)
+            kinds: tuple = SCALAR if type_of.get(name) else (type(before), int)
             is_right = value is None or isinstance(value, kinds)
             if isinstance(before, SCALAR) and not is_right:
                 flag = name.replace("_", "-")

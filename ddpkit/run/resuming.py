@@ -641,7 +641,7 @@ class Checkpoints:
             "trainable": self._trainable(),
             "global_batch": self.global_batch,
             "best": self.best_score,
-            "variables": self.variables.state(self, self.parts, not self.done),
+            "variables": self.variables.changes(self, self.parts, not self.done),
         }
 
     def _load(self, state: State) -> None:

@@ -18,7 +18,6 @@ import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ A_DAY = 86400  # seconds
 PLAIN = bool, int, float, complex, str, bytes, type(None)
 NAMED = types.FunctionType, types.BuiltinFunctionType, type
 # What has a state, and how it is read
-GENERATORS: dict[type, Callable[[Any], object]] = {
+GENERATORS: dict[type, Callable] = {
     torch.Generator: lambda each: each.get_state(),
     random.Random: lambda each: each.getstate(),
     np.random.Generator: lambda each: each.bit_generator.state,
@@ -92,7 +91,7 @@ class LoopVariables:
 
     def _say_changed(self, epoch: int) -> None:
         # What counts the epochs is known, before its next value or after.
-        counts = checksum(epoch), checksum(epoch - 1)
+        counts = short_hash(epoch), short_hash(epoch - 1)
         changed = []
         for name, first in self.first.items():
             now = self.at_start.get(name, first)
@@ -115,7 +114,7 @@ class LoopVariables:
             f"{self.name}.common for random numbers, and epoch >= N, not =="
         )
 
-    def state(
+    def changes(
         self, run: object, parts: states.Parts, is_between: bool
     ) -> dict[str, tuple[int, int, int]]:
         """Return, for a checkpoint, those that have changed and are read again, on rank 0.
@@ -153,7 +152,7 @@ def checksums(run: object, parts: states.Parts, is_needed: bool = False) -> Chec
         variables = {**frame.f_locals}
         if not function:  # and those that it may declare global
             variables = {**frame.f_globals, **variables}
-        needed = variables.keys()
+        needed = {*variables}
         if is_needed:
             code = frame.f_code
             needed = read_later(code, frame.f_lasti) | names_in(code)
@@ -168,7 +167,7 @@ def checksums(run: object, parts: states.Parts, is_needed: bool = False) -> Chec
             if not isinstance(value, PLAIN):  # an inner function may be given it, too
                 known.add(id(value))
             for attribute, each in parts_of(value):
-                found[function + name + attribute] = checksum(each)
+                found[function + name + attribute] = short_hash(each)
     return found
 
 
@@ -268,13 +267,13 @@ def is_own(value: object) -> bool:
     return bool(in_project) and hasattr(value, "__dict__")
 
 
-def checksum(value: object) -> int:
+def short_hash(value: object) -> int:
     with contextlib.suppress(Exception):  # of what a library has
         return zlib.crc32(repr(content(value, DEPTH)).encode())
     return 0
 
 
-def content(value: Any, depth: int) -> object:
+def content(value: object, depth: int) -> object:
     """Return what changes if a value does, and is short; of other kinds of objects their class."""
     kind = type(value)
     name = kind.__qualname__
@@ -291,8 +290,9 @@ def content(value: Any, depth: int) -> object:
         return value
     if isinstance(value, NAMED):
         return value.__qualname__
-    if hasattr(value, "_num_yielded"):  # of a DataLoader's iterator
-        return value._num_yielded
+    batches = getattr(value, "_num_yielded", None)  # of a DataLoader's iterator
+    if batches is not None:
+        return batches
     if not depth:
         return name
     if isinstance(value, types.GeneratorType):

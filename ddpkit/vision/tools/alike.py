@@ -36,7 +36,7 @@ def find_alike(train: Thumbnails, others: Thumbnails) -> list[str]:
     for path, small in others:
         score, index = (of_train @ small).max(0)
         if score > ALIKE:
-            looks.append(f"{path} like {train[index][0]}")
+            looks.append(f"{path} like {train[int(index)][0]}")
     known = {series_of(path) for path, _ in train} - {""}
     names = [path for path, _ in others if series_of(path) in known]
     lines = []

@@ -60,7 +60,8 @@ class Facts:
     counts: dict[int, int] = field(default_factory=dict)
     meant: Meant = field(default_factory=dict)  # of the values in a mask
     is_turned: bool = False  # an image beside a mask
-    small: Any = None  # what `alike.thumbnail` makes of it
+    # what `alike.thumbnail` makes of it
+    small: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     # with "channels", (3, channels): pixels, sums of values 0 to 1, of squares
     moments: Any = 0.0
 
