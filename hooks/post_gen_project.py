@@ -190,6 +190,6 @@ or, without uv:
     )
     if "_repo_dir" in CONTEXT and not commit:
         print(
-            "No .cruft.json, so `cruft update` will not work: the template is not a git\n"
-            "repository, or has uncommitted changes."
+            "\n`cruft update` needs a .cruft.json, which is missing: the template has uncommitted\n"
+            "changes or is no git repository. `cruft link ADDRESS` adds it."
         )
