@@ -190,6 +190,7 @@ or, without uv:
     )
     if "_repo_dir" in CONTEXT and not commit:
         print(
-            "\n`cruft update` needs a .cruft.json, which is missing: the template has uncommitted\n"
-            "changes or is no git repository. `cruft link ADDRESS` adds it."
+            "\nNo .cruft.json, which `cruft update` needs: the template has uncommitted files,\n"
+            "is not a git repository, or its path is relative, with --output-dir. To add it:\n"
+            "cruft link ADDRESS"
         )
