@@ -60,10 +60,10 @@ demo: ready
 docs: $(DOCS_VENV)/ready
 	"$(DOCS_VENV)/bin/zensical" build --clean --strict
 
-$(DOCS_VENV)/ready: docs/requirements.txt
+$(DOCS_VENV)/ready: requirements-docs.txt
 	$(PYTHON) -m venv "$(DOCS_VENV)"
 	"$(DOCS_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade \
-		-r docs/requirements.txt
+		-r requirements-docs.txt
 	touch "$@"
 
 ready: $(VENV)/ready-$(or $(CONSTRAINTS),newest)

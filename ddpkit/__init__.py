@@ -1,6 +1,7 @@
-"""What lies below a training script that uses DDP. The names in DOOR, such as ddpkit.Run, are all
-that a project uses, and follow semantic versions; each says what it takes, returns and raises. What
-else is here may change.
+"""The runtime library for PyTorch DDP training scripts: launching, exact resume, hang reports.
+
+The names in DOOR, such as ddpkit.Run, are all that a project uses, and follow semantic versions;
+each says what it takes, returns and raises. What else is here may change.
 
 Three layers; each imports those above it alone. The first line of each file names its subject.
 

@@ -5,6 +5,7 @@ into pyproject.toml, record the template's version for `cruft update`, and say w
 # cookiecutter may run under an older Python than the project
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
@@ -86,6 +87,9 @@ def replace(name: str, changes: dict[str, str]) -> None:
 def write_requirements(lines: list[str]) -> None:
     """Write the answers and what the project requires into pyproject.toml, and for pip, too."""
     name = re.sub("[^A-Za-z0-9]+", "-", CONTEXT["project_slug"]).strip("-").lower()
+    # A project that has the name of a package which it requires would require itself.
+    if name in ("ddpkit", *re.findall(r"(?m)^[\w-]+", read("requirements.txt"))):
+        name += "-project"
     title = quoted(CONTEXT["project_name"])
     listed = "".join(f"\n  {quoted(line)}," for line in lines)
     changes = {
@@ -110,7 +114,8 @@ def place_license() -> None:
     licenses = Path("licenses")
     if CONTEXT["license"] != "none":
         (licenses / CONTEXT["license"]).replace("LICENSE")
-        replace("LICENSE", {"(c) AUTHOR": f"(c) {CONTEXT['author']}"})
+        holder = f"(c) {datetime.date.today().year} {CONTEXT['author']}"
+        replace("LICENSE", {"(c) AUTHOR": holder})
     shutil.rmtree(licenses)
 
 
@@ -183,3 +188,9 @@ or, without uv:
   python -m pip install -r requirements.txt
   {start}"""
     )
+    if "_repo_dir" in CONTEXT and not commit:
+        print(
+            "\nNo .cruft.json, which `cruft update` needs: the template has uncommitted files,\n"
+            "is not a git repository, or its path is relative, with --output-dir. To add it:\n"
+            "cruft link ADDRESS"
+        )

@@ -1,4 +1,4 @@
-"""Refuse a folder name that a shell, a URL or an operating system would stumble over."""
+"""Check the answers: a folder name that every shell, URL and system takes, no empty text."""
 
 import json
 import re
@@ -8,6 +8,11 @@ import sys
 CONTEXT = json.loads(r""" {{ cookiecutter | tojson }} """)
 SLUG = CONTEXT["project_slug"]
 
+for question in ("project_name", "author"):
+    if not CONTEXT[question].strip():
+        sys.exit(
+            f"error: {question} is empty: give one, such as {question}='My Project'"
+        )
 if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", SLUG):
     # cookiecutter cannot ask again: the answers are given back as a command
     fitting = re.sub(r"[^A-Za-z0-9._-]+", "_", SLUG).strip("._-") or "my_project"

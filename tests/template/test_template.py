@@ -1,5 +1,6 @@
 """What comes out of the template, before anything is trained: files, hooks, lint, updates."""
 
+import datetime
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from generated import ROOT, TASKS, TEMPLATE_FOLDER
 from test_updates import commit, git
 
 FOLDER = ROOT / TEMPLATE_FOLDER
+YEAR = datetime.date.today().year
 SHARED = {
     ".devcontainer/devcontainer.json",
     ".dockerignore",
@@ -164,7 +166,7 @@ def test_licenses(generate: Generate, tmp_path: Path) -> None:
     assert generate(tmp_path, "author=Ada & Co").returncode == 0
     project = tmp_path / "my_ddp_project"
     text = (ROOT / "LICENSE").read_text()
-    own = re.sub(r"(?m)^Copyright .*$", "Copyright (c) Ada & Co", text)
+    own = re.sub(r"(?m)^Copyright .*$", f"Copyright (c) {YEAR} Ada & Co", text)
     assert (project / "LICENSE").read_text() == own
     assert metadata(project)["project"]["license"] == "MIT"
     check_packages(project)
@@ -176,7 +178,11 @@ def test_licenses(generate: Generate, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", ["project_slug=quote'\"; -dash", "task=detection", "license=GPL"]
+    "answer",
+    [
+        *("project_slug=quote'\"; -dash", "task=detection", "license=GPL"),
+        *("project_name=", "author= "),
+    ],
 )
 def test_a_wrong_answer(
     generate: Generate, template: Path, tmp_path: Path, answer: str
@@ -194,6 +200,19 @@ def test_a_wrong_answer(
             *("author=My DDP Project authors", "license=MIT"),
             "project_slug=quote_-dash",
         ]
+
+
+@pytest.mark.parametrize("slug", ["Torch", "ddpkit", "pre_commit"])
+def test_a_project_never_requires_itself(
+    generate: Generate, tmp_path: Path, slug: str
+) -> None:
+    """As one of the name of a package that it requires would."""
+    assert generate(tmp_path, f"project_slug={slug}").returncode == 0
+    known = metadata(tmp_path / slug)
+    required = known["project"]["dependencies"] + known["dependency-groups"]["dev"]
+    name = slug.lower().replace("_", "-")
+    assert name == "ddpkit" or any(line.startswith(f"{name}>") for line in required)
+    assert known["project"]["name"] == f"{name}-project"
 
 
 def test_git_add_after_a_day(generate: Generate, tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ def requirements(project: Path) -> str:
 def make_repository(template: Path, folder: Path, env: Env) -> Repository:
     """A repository of the template, and an environment in which git finds it at ADDRESS."""
     copy = shutil.copytree(template, folder / "ddp-template.git", symlinks=True)
-    accounts = "name:password@github.com/org", "github.com/org", "github.com/my-lab"
+    account = ADDRESS.removeprefix("https://").removesuffix("/ddp-template")
+    accounts = f"name:password@{account}", account, "github.com/my-lab"
     for number, account in enumerate(accounts):
         env = {**env, f"GIT_CONFIG_KEY_{number}": f"url.{folder}/.insteadOf"}
         env[f"GIT_CONFIG_VALUE_{number}"] = f"https://{account}/"
@@ -131,7 +132,7 @@ def test_a_fork(repository: Repository, tmp_path: Path) -> None:
         assert fork in text, name
         assert "org.github.io" not in text, name
         assert "github.com/org" not in text, name
-    assert f"git+{ADDRESS}".replace("/org/", "/my-lab/") in requirements(project)
+    assert "git+https://github.com/my-lab/ddp-template" in requirements(project)
     cruft("check", cwd=project, env=repository[1])
 
 
@@ -143,6 +144,8 @@ def test_a_release(repository: Repository, tmp_path: Path) -> None:
     origin, env = repository
     tag = f"v{__version__}"
     assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == __version__
     (needs,) = re.findall(
         'needs="(.+?)"', (ROOT / TEMPLATE_FOLDER / "main.py").read_text()
     )
@@ -166,16 +169,22 @@ def test_a_release(repository: Repository, tmp_path: Path) -> None:
 
 
 def test_the_release_workflow(repository: Repository, tmp_path: Path) -> None:
-    """Its step makes the release of a new version, with the part of the changelog, once."""
+    """Its step makes the release of a new version once, with its part of the changelog.
+
+    It fails where there is none, and comes after the tests of the same commit.
+    """
     origin, env = repository
     workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    # PyYAML reads "on" as True.
+    assert workflow[True].keys() == {"workflow_run"}
+    assert "conclusion == 'success'" in workflow["jobs"]["release"]["if"]
     (step,) = [each for each in workflow["jobs"]["release"]["steps"] if "id" in each]
     gh = tmp_path / "bin" / "gh"
     gh.parent.mkdir()
     gh.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$RUNNER_TEMP/words"\n')
     gh.chmod(0o755)
     env = {**env, "PATH": f"{gh.parent}:{env['PATH']}", "RUNNER_TEMP": str(tmp_path)}
-    env |= {"GITHUB_SHA": "abc", "GITHUB_OUTPUT": str(tmp_path / "output")}
+    env |= {"COMMIT": "abc", "GITHUB_OUTPUT": str(tmp_path / "output")}
     command = ["bash", "-euo", "pipefail", "-c", step["run"]]
     tag = f"v{__version__}"
     subprocess.run(command, cwd=origin, env=env, check=True)
@@ -187,6 +196,12 @@ def test_the_release_workflow(repository: Repository, tmp_path: Path) -> None:
     assert changelog.split("\n## ")[1] == f"{__version__}\n{notes}".rstrip("\n") + "\n"
     assert (tmp_path / "output").read_text() == f"tag={tag}\n"
     (tmp_path / "words").unlink()
+    page = origin / "CHANGELOG.md"
+    page.write_text(page.read_text().replace(f"## {__version__}\n", "## 0.0.0\n"))
+    done = subprocess.run(command, cwd=origin, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"nothing under ## {__version__}" in done.stdout
+    assert not (tmp_path / "words").exists()
     git("tag", tag, cwd=origin, env=env)
     subprocess.run(command, cwd=origin, env=env, check=True)
     assert not (tmp_path / "words").exists()
@@ -250,8 +265,35 @@ def test_copier(repository: Repository, tmp_path: Path) -> None:
     git("diff", "--check", cwd=same, env=env)
 
 
-def test_cruft_file(repository: Repository, tmp_path: Path) -> None:
-    """What cruft itself writes, and nothing where it would be wrong."""
+def test_answers_to_copier(repository: Repository, tmp_path: Path) -> None:
+    """It takes those that cookiecutter takes; a name without ASCII letters has a slug, too."""
+    origin, env = repository
+    project = tmp_path / "project"
+
+    def copy(answer: str) -> None:
+        words = ["copy", "--vcs-ref", "HEAD", "--data", answer, origin, project]
+        copier(*words, cwd=tmp_path, env=env)
+
+    slugs = (r"..\x", "3d:_cracks?", "o'brien's_net", "été", "-dash", "a\n", "")
+    for answer in (
+        *(f"project_slug={slug}" for slug in slugs),
+        "author=",
+        "project_name= ",
+    ):
+        with pytest.raises(subprocess.CalledProcessError) as caught:
+            copy(answer)
+        assert answer.split("=")[0] in caught.value.stderr
+        assert not project.exists()
+    for name, slug in {"日本語": "my-project", "3D: Cracks?": "3d-cracks"}.items():
+        copy(f"project_name={name}")
+        assert f'\nname = "{slug}"\n' in (project / "pyproject.toml").read_text()
+        shutil.rmtree(project)
+
+
+def test_cruft_file(
+    repository: Repository, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """What cruft itself writes, and nothing where it would be wrong, which is said."""
     origin, env = repository
     (tmp_path / "by_cruft").mkdir()
     words = ["create", origin, "--checkout", "main", "--no-input"]
@@ -260,9 +302,11 @@ def test_cruft_file(repository: Repository, tmp_path: Path) -> None:
     project = cookiecutter(address, "--checkout", "main", cwd=tmp_path, env=env)
     assert cruft_file(project) == cruft_file(tmp_path / "by_cruft" / "my_ddp_project")
 
+    assert "cruft link" not in capfd.readouterr().out
     shutil.rmtree(project)
     (origin / TEMPLATE_FOLDER / "newest.txt").write_text("in no commit")
     cookiecutter(address, cwd=tmp_path, env=env)
+    assert "cruft link" in capfd.readouterr().out
     assert (project / "newest.txt").exists()
     assert not (project / ".cruft.json").exists()
 
