@@ -123,7 +123,7 @@ class LoopVariables:
         """
         if not distributed.is_rank_zero() or not self.at_start:
             return self.saved
-        needed = checksums(run, parts, is_needed=True)
+        needed = checksums(run, parts, "next epoch" if is_between else "epoch")
         if is_between:
             self.kept = {*needed}
         changed = {}
@@ -135,12 +135,12 @@ class LoopVariables:
         return changed
 
 
-def checksums(run: object, parts: states.Parts, is_needed: bool = False) -> Checksums:
+def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
     """Return those of the variables of the script's functions, from the outermost that has `run`.
 
     Also of the attributes of its own objects and of networks, but for what is in `parts`. Names of
-    variables of inner functions begin with the function's. is_needed: only those that are read
-    before they are set again.
+    variables of inner functions begin with the function's. reader: only those that the rest of the
+    "epoch", or the "next epoch", reads before it sets them again.
     """
     known = {id(run)}
     for part in parts.values():
@@ -153,9 +153,9 @@ def checksums(run: object, parts: states.Parts, is_needed: bool = False) -> Chec
         if not function:  # and those that it may declare global
             variables = {**frame.f_globals, **variables}
         needed = {*variables}
-        if is_needed:
+        if reader:
             code = frame.f_code
-            needed = read_later(code, frame.f_lasti) | names_in(code)
+            needed = read_later(code, frame.f_lasti, reader) | names_in(code)
             needed |= frame.f_globals.keys() - {*code.co_names}
         for name, value in variables.items():
             value = replicas.bare(value)
@@ -166,7 +166,8 @@ def checksums(run: object, parts: states.Parts, is_needed: bool = False) -> Chec
                 continue
             if not isinstance(value, PLAIN):  # an inner function may be given it, too
                 known.add(id(value))
-            for attribute, each in parts_of(value):
+            # metrics begin anew with each epoch
+            for attribute, each in parts_of(value, reader != "next epoch"):
                 found[function + name + attribute] = short_hash(each)
     return found
 
@@ -192,17 +193,18 @@ def functions(run: object) -> Iterator[tuple[str, types.FrameType]]:
 
 
 @functools.lru_cache(16)
-def read_later(code: types.CodeType, place: int) -> set[str]:
+def read_later(code: types.CodeType, place: int, reader: str) -> set[str]:
     """Return the variables that a function may read, from a place on, before it sets them.
 
-    By the usual analysis of what is live, from the end to the start until nothing changes:
+    reader: the "next epoch" begins anew the loop in which the place is. By the usual analysis of
+    what is live, from the end to the start until nothing changes:
     https://en.wikipedia.org/wiki/Live-variable_analysis
     """
     instructions = list(dis.get_instructions(code))
     following = {}
     for each, after in itertools.zip_longest(instructions, instructions[1:]):
         follow = [] if each.opname.startswith(ENDING) or not after else [after.offset]
-        if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
+        if is_jump(each):
             follow.append(each.argval)
         following[each.offset] = follow
     needed: dict[int, set[str]] = {each.offset: set() for each in instructions}
@@ -217,7 +219,18 @@ def read_later(code: types.CodeType, place: int) -> set[str]:
             needed[each.offset] = names
     # In a call it may be within the instruction.
     here = max(offset for offset in following if offset <= place)
-    return set().union(*(needed[offset] for offset in following[here]))
+    if reader == "epoch":
+        return set().union(*(needed[offset] for offset in following[here]))
+    for each in instructions:
+        if is_jump(each) and each.argval <= here <= each.offset:
+            here = each.argval  # the first jump back over the place is that of its loop
+            break
+    is_for = code.co_code[here] == dis.opmap["FOR_ITER"]
+    return needed[following[here][0] if is_for else here]
+
+
+def is_jump(instruction: dis.Instruction) -> bool:
+    return instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
 
 
 def uses(instruction: dis.Instruction) -> list[tuple[str, str]]:
@@ -242,12 +255,17 @@ def names_in(code: types.CodeType) -> set[str]:
     return found
 
 
-def parts_of(value: object) -> Iterator[tuple[str, object]]:
+def parts_of(value: object, has_metrics: bool) -> Iterator[tuple[str, object]]:
     """Yield what is looked at by itself: attributes of networks, and of the script's objects."""
     if isinstance(value, nn.Module):
         for path, module in value.named_modules():
             inner = f".{path}" * bool(path)
-            for name, each in attributes(vars(module)).items():
+            own = attributes(vars(module))
+            if hasattr(module, "persistent"):  # of torchmetrics
+                own = {}
+                if has_metrics:
+                    yield inner, module.metric_state
+            for name, each in own.items():
                 yield f"{inner}.{name}", each
     elif is_own(value):
         for name, each in vars(value).items():
