@@ -766,5 +766,5 @@ def survey(data: Path, train: Part) -> masks.Labels:
     texts = [f"{share:.3g}" for share in 100 * known / max(known.sum(), 1)]
     title = f"in % of the pixels of {count} of {total} training masks"
     class_counts.say_line(title, labels, texts)
-    class_counts.warn(labels, known, f"none of these {count} masks")
+    class_counts.warn(labels, known, "pixels", f" in these {count} masks")
     return labels
