@@ -309,6 +309,8 @@ def test_damage_of_other_kinds(tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with refusal("checkpoint.unreadable", path):
             pretrained.read_tensors(str(path))
+    with refusal("files.missing", "none.pt: no such file", "has file.pt"):
+        checkpoint.read(tmp_path / "none.pt")
 
 
 def compressed(content: bytes) -> bytes:
