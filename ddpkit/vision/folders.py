@@ -225,15 +225,16 @@ def split(
         return samples, []
     why = f"--fold {fold[0]}/{fold[1]}" if fold else f"no {place}"
     list_of_groups = "train.csv" if has_lists(root) else "groups.csv"
-    together = "whole groups"
-    if len(samples[0]) == 2:
-        together = (
-            f"if some belong together, as those of a patient or a video do, name their groups in "
+    has_groups = len(samples[0]) > 2
+    how = " in whole groups" if has_groups else ""
+    distributed.print0(
+        f"validation: {len(held)} of {len(samples)} images held out{how} ({why})"
+    )
+    if not has_groups:
+        distributed.print0(
+            "if images belong together (one patient, one video), name their groups in "
             f"{root / list_of_groups}"
         )
-    distributed.print0(
-        f"{why}: {len(held)} of {len(samples)} images used for validation; {together}"
-    )
     others = [sample for n, sample in enumerate(samples) if n not in held]
     return others, [samples[n] for n in sorted(held)]
 
@@ -501,12 +502,11 @@ def read_list(path: Path, columns: Sequence[str], note: Note = raise_it) -> Pair
     if not rows:
         raise UserError(f"{path}: no rows; list the samples in it, or remove the file")
     there = rows[0][1].keys()
-    for name in columns:
-        if name not in there:
-            raise UserError(
-                f"{path}: no column {name} in its first line, which must name the columns "
-                f"{','.join(columns)}, or have it read by {places.convert_command(path.parent)}"
-            )
+    if not there >= {*columns}:
+        raise UserError(
+            f"{path}: the first line is {shorten([*there])}; it must have {','.join(columns)}: "
+            f"rename the columns, or run: {places.convert_command(path.parent)}"
+        )
     wanted = list(dict.fromkeys([*columns, *({"group"} & there)]))
     others = [name for name in there if name and name not in wanted]
     if others:
