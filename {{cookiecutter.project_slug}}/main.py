@@ -142,8 +142,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.epoch < args.freeze_backbone:
             frozen = recipe.freeze_backbone(trained)
         ddp_model = wrap(trained, args.virtual_ranks)
-        # On resume variables start anew, also lists and tensors such as a queue: keep them
-        # in numbers = run.numbers(mine=0); for next(it), it = run.forever(loader).
+        # On resume all variables start anew: counts, lists, tensors (a queue, averaged
+        # weights), generators. Keep them in numbers = run.numbers(mine=0), and change
+        # numbers.mine before run.end_epoch; for next(it), it = run.forever(loader).
         for epoch in range(run.epoch, args.epochs):
             if run.is_out_of_patience(args.patience):
                 break
@@ -207,7 +208,8 @@ def train_one_epoch(
             rank = run.rank  # noqa: F841  for conditions of breakpoints, as rank == 1
             # As many labels as before: `count` has them.
             images, targets = transform_batch(images, targets, args, len(run.classes))
-            # DDP averages gradients in a step's last backward(); before it, as no_sync().
+            # DDP averages the gradients over the ranks in backward(), once in a step: before
+            # its last batch this does what no_sync() does.
             ddp_model.require_backward_grad_sync = n == len(batches)
             with recipe.autocast(args.amp, images.device):
                 outputs = ddp_model(images)
@@ -231,7 +233,8 @@ def train_one_epoch(
         if ema:
             ema.update(run.step)
         # Counts and logs the step. To count more: correct=(right, len(targets)), for whose
-        # share in run.means(), or a number for its sum. Local sums miss steps before a resume.
+        # share over all steps and ranks, as run.means() returns it, or a number for its sum.
+        # A sum in a local variable misses the steps before a resume.
         run.end_step(losses, count, grad_norm)
     # All ranks call this. It also gives them the BatchNorm statistics of rank 0.
     return run.means()
