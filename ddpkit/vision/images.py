@@ -10,6 +10,7 @@ import importlib.util
 import io
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -680,6 +681,8 @@ def _reading(
         remedy = "replace or remove it"
         if isinstance(error, UnidentifiedImageError):
             reason = "not an image of a type that is read"
+            if os.path.isfile(path) and not os.path.getsize(path):
+                reason = "empty file"
             if is_mask:
                 remedy = (
                     "masks are PNG, or without loss BMP, WebP or TIFF of 8 to 32 bits"

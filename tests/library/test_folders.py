@@ -443,8 +443,12 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     with refusal("places.refuse_unknown", "rings, ...; segmentation expects"):
         find("masks", data)
     listed = next((data / "train").glob("*/*"))
-    with refusal("places.inner_folders", listed, "or a file"):
+    with refusal("places.inner_folders", listed, "a file"):
         find("labels", listed)
+    with refusal("places.refuse_unknown", f"did you mean --data {data / 'train'}?"):
+        find("labels", listed.parent)
+    with refusal("places.inner_folders", f"none: no such folder in {Path.cwd()}"):
+        find("labels", Path("none"))
     # images of YOLO, whose labels are texts
     for name in "images/train/1.jpg", "labels/train/1.txt":
         (data / "yolo" / name).parent.mkdir(parents=True)
