@@ -76,8 +76,8 @@ def warn(
 
 
 def labels_of_sample(dataset: MapDataset, index: int) -> dict[int, int]:
-    """Return how often each class occurs in a sample, as the data set or what it wraps says."""
-    for each, at in samples.places(dataset, index):  # a Subset has its data set's
+    """Return how often each class occurs in a sample, as the dataset or what it wraps says."""
+    for each, at in samples.places(dataset, index):  # a Subset has its dataset's
         if hasattr(each, "count_labels"):
             return each.count_labels(at)
     # the innermost one, which the person has written
@@ -91,7 +91,7 @@ def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
     """Return (sample, class, count) of all samples, sorted, int64 (pairs, 3); each rank reads some.
 
     dataset: has a method count_labels(index) -> {class number: how often}, without void, or wraps
-        data sets that have it.
+        datasets that have it.
     """
 
     def count_chunk(chunk: Sequence[int]) -> list[tuple[int, int, int]]:

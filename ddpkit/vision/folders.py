@@ -1,4 +1,4 @@
-"""Data sets of files: the folders in DIR, or its lists train.csv and val.csv."""
+"""Datasets of files: the folders in DIR, or its lists train.csv and val.csv."""
 
 import functools
 import os
@@ -590,7 +590,7 @@ class Files(Dataset):
 class ImageFiles(Files):
     """Images with class numbers: `open` returns (image,), a LazyImage, decoded once it is read.
 
-    label(index): the class number; of a data set whose images have several labels or none, float32
+    label(index): the class number; of a dataset whose images have several labels or none, float32
         (classes,), 0 or 1.
 
         class ImageDataset(ddpkit.ImageFiles):

@@ -1,4 +1,4 @@
-"""Where the parts of a data set lie: DIR/train/images or DIR/images/train, and by other names.
+"""Where the parts of a dataset lie: DIR/train/images or DIR/images/train, and by other names.
 
 A line names each folder that is taken for another name than README.md has.
 """

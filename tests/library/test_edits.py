@@ -208,7 +208,7 @@ def test_tried_before_the_first_epoch(
 
 
 def test_targets_that_are_no_classes(few: Path, tmp_path: Path, edited: Edited) -> None:
-    """Soft labels, as a data set may return them, reach the loss as they are."""
+    """Soft labels, as a dataset may return them, reach the loss as they are."""
     start = edited(
         (
             IMPORTS,

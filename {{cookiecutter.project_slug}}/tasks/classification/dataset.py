@@ -1,4 +1,4 @@
-"""The data set: images and their classes, and the augmentation. README.md describes folders."""
+"""The dataset: images and their classes, and the augmentation. README.md describes folders."""
 
 import itertools
 from argparse import Namespace
@@ -77,7 +77,7 @@ class ImageDataset(ddpkit.ImageFiles):
 def build_datasets(args: Namespace) -> tuple[ImageDataset, ImageDataset, Sequence[str]]:
     """Return training and validation datasets and class names; set several_labels, crop of args.
 
-    Any map-style data set of (image, label) will do, such as torchvision's CIFAR10, which has
+    Any map-style dataset of (image, label) will do, such as torchvision's CIFAR10, which has
     `classes`: images uint8, normalised on the device by ImageNet's numbers, or floats, taken as
     they are.
     """
