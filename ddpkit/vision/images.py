@@ -679,10 +679,10 @@ def _reading(
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         number = getattr(error, "errno", None)
         remedy = "replace or remove it"
-        if isinstance(error, UnidentifiedImageError):
+        if os.path.isfile(path) and not os.path.getsize(path):
+            reason = "empty file"
+        elif isinstance(error, UnidentifiedImageError):
             reason = "not an image of a type that is read"
-            if os.path.isfile(path) and not os.path.getsize(path):
-                reason = "empty file"
             if is_mask:
                 remedy = (
                     "masks are PNG, or without loss BMP, WebP or TIFF of 8 to 32 bits"
