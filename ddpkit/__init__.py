@@ -8,7 +8,7 @@ Three layers; each imports those above it alone. The first line of each file nam
 The core, for any script that uses DDP; torch and numpy are enough:
 launch      launch.sh: starts the ranks, passes on signals, restarts, exits as a rank did
 ranks/      processes that train together: how they meet, stop, fail and end; protocol.py draws it
-data/       from a data set to batches on the device, with random numbers of each sample's own
+data/       from a dataset to batches on the device, with random numbers of each sample's own
 run/        one training run: flags, checkpoints, the loop over steps and epochs, metrics
 
 vision/     images, masks, networks, what a run reports and draws, predict.py; in tools/ commands,

@@ -1,8 +1,8 @@
 """Tools beside training, to be started in the project's folder: python -m ddpkit COMMAND
 
-  check DIR      read every file of a data set, list what is wrong with it, and draw it
+  check DIR      read every file of a dataset, list what is wrong with it, and draw it
   convert SOURCE OUT
-                 make such a data set from labels of COCO, YOLO, VOC, LabelMe, CVAT and others
+                 make such a dataset from labels of COCO, YOLO, VOC, LabelMe, CVAT and others
   compare RUN... list runs by their best epoch, with the flags that differ
   export         write a checkpoint as an ONNX file, also with 8-bit integers
   publish        write a model card, and push it with the checkpoint to the Hugging Face hub

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from ddpkit.errors import DiskError, LineError, UserError, reason_of
+from ddpkit.errors import DiskError, LineError, UserError, reason_of, shorten
 
 T = TypeVar("T")
 
@@ -46,6 +46,14 @@ def failure(path: Path | str, error: OSError, verb: str = "written") -> LineErro
     if error.errno in OF_THIS_MOMENT:
         return DiskError(f"{path}: cannot be {verb} at this moment ({reason})")
     return UserError(f"{path}: cannot be {verb} ({reason})")
+
+
+def missing(path: Path | str, kind: str) -> UserError:
+    """Return what to raise for a file that is not there; it names those of its `kind` beside it."""
+    folder = Path(path).parent
+    names = sorted(each.name for each in folder.glob(kind))
+    has = f"; {folder} has {shorten(names)}" if names else ""
+    return UserError(f"{path}: no such file{has}")
 
 
 def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:

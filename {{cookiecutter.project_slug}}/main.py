@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Either sets folder.state: best.pt, or the checkpoint to continue from, if there is one.
     if args.eval_only:
         best = folder.best()
-        # Flags that are not given are those of its training, but for these.
+        # Parse again, with the checkpoint's flags as defaults, but for these.
         own = {"output_dir": args.output_dir, "amp": args.amp, "json": args.json}
         args = parse_args(argv, {**best["args"], **own})
     else:
@@ -142,8 +142,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.epoch < args.freeze_backbone:
             frozen = recipe.freeze_backbone(trained)
         ddp_model = wrap(trained, args.virtual_ranks)
-        # A count in a variable starts anew on resume: use numbers = run.numbers(mine=0), and
-        # numbers.mine += 1 before run.end_epoch; for next(it), it = run.forever(loader).
+        # On resume all variables start anew: counts, lists, tensors (a queue, averaged
+        # weights), generators. Keep them in numbers = run.numbers(mine=0), and change
+        # numbers.mine before run.end_epoch; for next(it), it = run.forever(loader).
         for epoch in range(run.epoch, args.epochs):
             if run.is_out_of_patience(args.patience):
                 break
@@ -200,14 +201,15 @@ def train_one_epoch(
         # Batches hold unequal numbers of labelled pixels, and a mean of means would be
         # wrong: all losses of a step are divided by the number of labels in all its
         # batches on all ranks, or 1e-6 if there are none.
-        counts = [criterion.count(targets) for targets in batches.targets]
-        count = ddp.reduce_tensor(torch.stack(counts).sum()).clamp(min=1e-6)
+        batch_counts = [criterion.count(targets) for targets in batches.targets]
+        count = ddp.reduce_tensor(torch.stack(batch_counts).sum()).clamp(min=1e-6)
         losses = []
         for n, (images, targets, *_) in enumerate(batches, 1):
             rank = run.rank  # noqa: F841  for conditions of breakpoints, as rank == 1
             # As many labels as before: `count` has them.
             images, targets = transform_batch(images, targets, args, len(run.classes))
-            # DDP averages the gradients over the ranks in backward(), once in a step.
+            # DDP averages the gradients over the ranks in backward(), once in a step: before
+            # its last batch this does what no_sync() does.
             ddp_model.require_backward_grad_sync = n == len(batches)
             with recipe.autocast(args.amp, images.device):
                 outputs = ddp_model(images)
@@ -232,6 +234,7 @@ def train_one_epoch(
             ema.update(run.step)
         # Counts and logs the step. To count more: correct=(right, len(targets)), for whose
         # share over all steps and ranks, as run.means() returns it, or a number for its sum.
+        # A sum in a local variable misses the steps before a resume.
         run.end_step(losses, count, grad_norm)
     # All ranks call this. It also gives them the BatchNorm statistics of rank 0.
     return run.means()
@@ -255,17 +258,17 @@ def evaluate(
     metrics.reset()
     place = ddp.sum_device(device)
     losses = []
-    counts = []
+    batch_counts = []
     worst = ddpkit.TopLosses(device, every=args.eval_only)
     # Meanwhile the network is in evaluation mode.
     for images, targets, *_, indices in ddpkit.eval_batches(loader, model):
         with recipe.autocast(args.amp, device):
             logits = infer(model, images, args)
         losses.append(criterion(logits, targets))
-        counts.append(criterion.count(targets))
+        batch_counts.append(criterion.count(targets))
         metrics.update(logits.to(place), targets.to(place))
         worst.update(logits, targets, indices)
-    loss_sum, count = ddp.sum_exactly(losses, counts)
+    loss_sum, count = ddp.sum_exactly(losses, batch_counts)
     # Exact over all ranks; after a signal all of them stop here.
     results, confusion = ddpkit.compute_metrics(metrics)
     if not count:

@@ -61,8 +61,10 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for param in params:
-            is_matrix = param.ndim > 1 and param not in undecayed
-            (matrices if is_matrix else others).append(param)
+            if param.ndim > 1 and param not in undecayed:
+                matrices.append(param)
+            else:
+                others.append(param)
         for chosen, decay in ((matrices, args.weight_decay), (others, 0.0)):
             if chosen:
                 groups.append({"params": chosen, "lr": rate, "weight_decay": decay})

@@ -145,10 +145,10 @@ class ValSampler(Sampler[list[Key]]):
 class Loader(DataLoader):
     """What `train_loader` and `val_loader` return; it yields what a network takes, on the CPU.
 
-    Workers start anew in each epoch, as torch's own do by default: they have the data set as it
+    Workers start anew in each epoch, as torch's own do by default: they have the dataset as it
     is in this process then.
 
-    dataset: the data set as it was given.
+    dataset: the dataset as it was given.
     """
 
     sampler: TrainSampler  # of one for training
@@ -166,7 +166,7 @@ class Loader(DataLoader):
         if taken:
             raise UserError(
                 f"{taken[0]}=: ddpkit.train_loader and val_loader have samplers of their own; see "
-                "sample_weights=, or give DataLoader(...) the data set and your sampler"
+                "sample_weights=, or give DataLoader(...) the dataset and your sampler"
             )
         self.seeded = Seeded(dataset, classes, seed)
         how |= workers(count, devices.kind())

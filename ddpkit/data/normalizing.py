@@ -30,7 +30,7 @@ def unpack(batch: object) -> tuple:
 
 
 def find_format(dataset: object) -> Format | None:
-    """Return the format of a data set, or of those that it wraps, which has to be one."""
+    """Return the format of a dataset, or of those that it wraps, which has to be one."""
     own = getattr(dataset, "format", None)
     if isinstance(own, Format):
         return own

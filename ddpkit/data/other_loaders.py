@@ -106,7 +106,7 @@ class OtherSource:
             count = min(distributed.gather_objects(len(loader)))
         except TypeError:
             raise UserError(
-                "the training loader has no length: give its data set one"
+                "the training loader has no length: give its dataset one"
             ) from None
         self.steps = count // accumulate
         if not self.steps:
@@ -144,7 +144,7 @@ class OtherSource:
 def check_share(loader: object, use: str) -> None:
     """Raise a UserError unless it is known that a loader has this rank's share of the samples.
 
-    A data set says so, or in training a sampler, by num_replicas and rank. Those of torch for
+    A dataset says so, or in training a sampler, by num_replicas and rank. Those of torch for
     evaluation repeat samples. use: "train" or "val".
     """
     here = distributed.world_size(), distributed.rank()
@@ -180,7 +180,7 @@ def samplers_of(loader: object) -> list:
 
 
 def begun(loader: Any, epoch: int, *key: int) -> Iterator:
-    """Begin `epoch` of any loader, whose samplers and data set are told; return its batches.
+    """Begin `epoch` of any loader, whose samplers and dataset are told; return its batches.
 
     key: decides the random numbers, of their own generators, too, which would go on elsewhere;
         without one nothing is seeded.
@@ -249,7 +249,7 @@ def drawn(loader: object, *key: int) -> Iterator:
 def numbered(batches: Iterator) -> Iterator[list]:
     """Yield batches of any loader with numbers of their samples, which no other rank has.
 
-    They are negative: no indices of the data set, which only a loader of ddpkit knows.
+    They are negative: no indices of the dataset, which only a loader of ddpkit knows.
     """
     ranks = distributed.world_size()
     first = 0

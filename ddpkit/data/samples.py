@@ -1,4 +1,4 @@
-"""What a data set hands to the loader: its samples, each with random numbers of its own."""
+"""What a dataset hands to the loader: its samples, each with random numbers of its own."""
 
 import bisect
 import contextlib
@@ -268,7 +268,7 @@ class Seeded(Dataset):
             kind = type(sample if image is None else image).__name__
             if hasattr(image, "dtype"):
                 kind += f" {tuple(image.shape)}, {image.dtype}"
-            line = f"{name(self.dataset, index)}: the data set returns {kind}; {WANTED}"
+            line = f"{name(self.dataset, index)}: the dataset returns {kind}; {WANTED}"
             if is_image:
                 line += (
                     "; divide other values by the one that is white, such as 65535.0"
@@ -359,7 +359,7 @@ def size(dataset: MapDataset) -> Any:
 
 
 def wrapped(dataset: object) -> list:
-    """Return the data sets of a wrapper, such as Subset or ConcatDataset; of others none."""
+    """Return the datasets of a wrapper, such as Subset or ConcatDataset; of others none."""
     inner = getattr(dataset, "datasets", None)
     if isinstance(inner, Mapping):  # of a StackDataset
         inner = list(inner.values())
@@ -375,7 +375,7 @@ def wrapped(dataset: object) -> list:
 def places(dataset: MapDataset, index: int) -> Iterator[tuple]:
     """Yield where a sample is: `dataset` and its index, then those of the sets within it.
 
-    From the outside to the inside, so that what somebody has put around a data set counts.
+    From the outside to the inside, so that what somebody has put around a dataset counts.
     """
     yield dataset, index
     for inner, at in _inner(dataset, index):
@@ -383,7 +383,7 @@ def places(dataset: MapDataset, index: int) -> Iterator[tuple]:
 
 
 def _inner(dataset: MapDataset, index: int) -> list[tuple]:
-    """Return in which of the data sets that `dataset` wraps a sample is, and its index there.
+    """Return in which of the datasets that `dataset` wraps a sample is, and its index there.
 
     None of a wrapper with neither `indices` nor as many samples as it wraps: its order may be any.
     """
@@ -405,7 +405,7 @@ def _inner(dataset: MapDataset, index: int) -> list[tuple]:
 
 
 def listed(dataset: object) -> Sequence:
-    """Return the list `samples` of a data set, empty if it has none."""
+    """Return the list `samples` of a dataset, empty if it has none."""
     samples = getattr(dataset, "samples", None)
     return samples if isinstance(samples, Sequence) else ()
 
@@ -429,7 +429,7 @@ def file_of(dataset: MapDataset, index: int) -> str:
 
 
 def tell_epoch(dataset: object, epoch: int) -> None:
-    """Call the `set_epoch` of a data set, or those of the data sets that it wraps."""
+    """Call the `set_epoch` of a dataset, or those of the datasets that it wraps."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)  # which is to tell what it wraps
         return
@@ -476,7 +476,7 @@ def as_tensor(part: Any, is_image: bool) -> Any:
 
 
 def dataset_of(loader: object) -> Any:
-    """Return the data set of a DataLoader; what has none is taken for one."""
+    """Return the dataset of a DataLoader; what has none is taken for one."""
     return getattr(loader, "dataset", loader)
 
 
@@ -514,7 +514,7 @@ def _rows_checksum(samples: Sequence) -> int:
 
 
 def _checksum_within(dataset: object) -> int:
-    """Return that of the data sets that one without a list of its own wraps."""
+    """Return that of the datasets that one without a list of its own wraps."""
     inner: list = [(size(each), _list_checksum(each)) for each in wrapped(dataset)]
     if not inner:
         return 0

@@ -61,11 +61,11 @@ def eval_batches(loader: object, where: nn.Module | torch.device) -> Iterator[tu
     mode, and afterwards in that of before, all its modules; or a device.
 
     images: float32 (N, C, H, W), uint8 ones normalised. targets: int64, or float32 if they are
-    floating-point. indices: int64 (N,), of the samples in the data set.
+    floating-point. indices: int64 (N,), of the samples in the dataset.
 
     loader: with our ValSampler; or any other DataLoader, whose batches all ranks take in turn if
         they have the same, and each takes all if each has its own. indices are negative where the
-        order of the data set is not kept. After a signal the loop ends early, and all ranks stop
+        order of the dataset is not kept. After a signal the loop ends early, and all ranks stop
         and save in `compute_metrics`.
 
         for images, targets, *_, indices in ddpkit.eval_batches(val_loader, model):
@@ -123,6 +123,6 @@ def check_formats(train_loader: object, val_loader: object) -> None:
             return
     raise UserError(
         f"training images are normalised by {train.keys()}, validation images by "
-        f"{val.keys()} of {NAME} ({{}}: ImageNet's mean and std): give both data sets the "
+        f"{val.keys()} of {NAME} ({{}}: ImageNet's mean and std): give both datasets the "
         "same `format`"
     )

@@ -107,7 +107,7 @@ class Stopper:
         if waited > self.grace and self.kept:  # it does something long, after all steps
             distributed.print0(
                 f"stopped {self.grace:g} s after the signal, in what follows the steps of an "
-                f"epoch; saved at {self.kept}; the same command goes on"
+                f"epoch; saved at {self.kept}; run the same command again to resume"
             )
             process.exit_now(STOPPED)
         if self.is_stopping or self.agreed.is_set():

@@ -148,6 +148,8 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
 
     is_whole: an archive whose checksums are right.
     """
+    if isinstance(error, FileNotFoundError) and not os.path.lexists(path):
+        return files.missing(path, "*.pt")
     # such as a folder, or a link that leads nowhere
     is_no_file = os.path.lexists(path) and not os.path.isfile(path)
     # EINVAL: an offset before the beginning, as an archive may have that is cut short.
@@ -156,6 +158,8 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
         return files.failure(path, error, "read")
     said = getattr(error, "strerror", None) or str(error).strip()
     reason = re.split(r"\n|\. ", said)[0][:120] or type(error).__name__
+    # torch's words for a file of another kind
+    reason = reason.replace("Weights only load failed", "no file of torch.save")
     if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
         return DiskError(f"{path}: there is too little memory to read it ({reason})")
     if is_whole and isinstance(error, pickle.UnpicklingError):
@@ -167,7 +171,7 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
         )
     # Torch's reader of archives looks at more than zipfile does.
     return Damaged(
-        f"{path}: not a readable checkpoint ({reason}): another one is needed"
+        f"{path}: not a readable checkpoint ({reason}); use another, such as runs/NAME/best.pt"
     )
 
 

@@ -68,7 +68,7 @@ class Criterion(nn.Module):
         if is_paired and outputs.shape != getattr(targets, "shape", outputs.shape):
             raise UserError(
                 f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}: give both one "
-                "shape, such as by a target of shape (1,) in the data set"
+                "shape, such as by a target of shape (1,) in the dataset"
             )
         batch = [outputs, targets, *more]
         if self.kind == SUM:

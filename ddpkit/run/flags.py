@@ -132,6 +132,8 @@ class Parser(argparse.ArgumentParser):
             end = "" if below == math.inf else f" and less than {below:g}"
             if most < math.inf:
                 end = f" and at most {most:g}"
+            if kind is float and "," in text:
+                end += f"; use a point: {text.replace(',', '.')}"
             raise ArgumentTypeError(f"{text} is not {name} of {low} or more{end}")
 
         return convert
@@ -182,6 +184,8 @@ class Parser(argparse.ArgumentParser):
         flag = f"--{word.lstrip('-')}"
         near = elsewhere(flag, known)
         near = near or suggest(flag, [flag] if flag in known else known)
+        if word[:1] != "-" and "--data" in known and os.path.exists(word):
+            return f": not a flag; did you mean --data {word}?"
         if word[:1] != "-" and not near:
             return f": a value without its flag, as in --epochs {word}"
         return f": no such flag{near}"
@@ -197,7 +201,10 @@ class Parser(argparse.ArgumentParser):
                 continue
             if word in around:
                 self.error(f"{word} reads itself")
-            text = files.read_text(at_home(word)[1:], most=files.OF_NOTES)
+            path = Path(at_home(word)[1:])
+            if not path.exists():
+                raise files.missing(path, "*.txt")
+            text = files.read_text(path, most=files.OF_NOTES)
             for line in text.splitlines():
                 inner = self.convert_arg_line_to_args(line)
                 words += self._read_args_from_files(inner, [*around, word])
@@ -211,12 +218,17 @@ class Parser(argparse.ArgumentParser):
         # what argparse says, with what to type instead
         what, _, rest = message.partition("arguments: ")
         choice = re.search("invalid choice: '(.*?)'", message)
+        bare = re.fullmatch(r"argument (--[\w-]+).*: expected one argument", message)
         if what == "unrecognized ":
             words = [re.split("[=:]", word)[0] for word in rest.split()]
             unknown = [word for word in words if word[:1] == "-"] or words[:1]
             message = "; ".join(word + self._hint(word) for word in unknown)
         elif choice:
             message += elsewhere(choice[1])
+        elif bare:
+            action = self._option_string_actions[bare[1]]
+            values = action.metavar or "|".join(action.choices or ["VALUE"])
+            message = f"{bare[1]} needs a value: {bare[1]} {values}"
         message = message.removeprefix("argument ")
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
 

@@ -50,6 +50,8 @@ class RunFolder:
         self.resume = os.path.abspath(resume) if self.is_path else resume
         self.state: State | None = None  # found by `find_checkpoint`
         self.saved_step = -1  # of the last checkpoint that this process has written
+        # What the next checkpoint does with a best.pt of another run: why, and its new name
+        self.outdated: tuple[str, str] | None = None
 
     def best(self) -> State:
         """Return best.pt, or the checkpoint that `resume` names, to evaluate it.
@@ -210,25 +212,40 @@ class RunFolder:
         return self.state["epoch"] if is_back else math.inf
 
     def best_score(self, best_of: str) -> tuple[float, int] | None:
-        """On rank 0, return the score of best.pt and its epoch; rename it if it is of another run.
+        """On rank 0, return the score of best.pt and its epoch; None if it is of another run.
+
+        Such a file is renamed with the next checkpoint: a run without a step left changes nothing.
 
         best_of: its metric and validation set.
         """
+        self.outdated = ("", "")
         path = self.path / BEST
-        if path.name in self.names():
-            try:
-                state = checkpoint.read(path, KEYS)
-                is_own = state["epoch"] <= self._own_epochs()
-                if is_own and state["best_of"] == best_of:
-                    return state["best"], state["epoch"]
-                own = f"the best {state['best_of']} of epoch {state['epoch']}"
-                set_aside(f"{path}: has {own}", path, OLDER_BEST)
-            except Damaged as error:
-                set_aside(error.line, path, "best.pt.corrupt")
-            except Foreign as error:
-                set_aside(error.line, path, OLDER_BEST)
-        remove_images(self.path)
+        if path.name not in self.names():
+            return None
+        try:
+            state = checkpoint.read(path, KEYS)
+            is_own = state["epoch"] <= self._own_epochs()
+            if is_own and state["best_of"] == best_of:
+                self.outdated = None
+                return state["best"], state["epoch"]
+            own = f"the best {state['best_of']} of epoch {state['epoch']}"
+            self.outdated = (f"{path}: has {own}", OLDER_BEST)
+        except Damaged as error:
+            self.outdated = (error.line, "best.pt.corrupt")
+        except Foreign as error:
+            self.outdated = (error.line, OLDER_BEST)
         return None
+
+    def _clear_best(self) -> None:
+        """Rename a best.pt of another run, and remove its images."""
+        if self.outdated is None:
+            return
+        reason, name = self.outdated
+        if name:
+            with contextlib.suppress(FileNotFoundError):  # somebody was first
+                set_aside(reason, self.path / BEST, name)
+        remove_images(self.path)
+        self.outdated = None
 
     def add(
         self,
@@ -246,6 +263,7 @@ class RunFolder:
         """
 
         def write() -> None:
+            self._clear_best()
             # best.pt comes first: when last.pt records a new best score, best.pt has it
             # already.
             if is_best:

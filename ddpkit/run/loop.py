@@ -119,7 +119,7 @@ class Run(Checkpoints):
 
     folder: whose `find_checkpoint` has been called; the run continues from what it found.
     train_loader: `ddpkit.train_loader`'s continues in mid-epoch at once; of another, which needs a
-        length and, on several ranks, a DistributedSampler or a data set that says by num_replicas
+        length and, on several ranks, a DistributedSampler or a dataset that says by num_replicas
         and rank that it has this rank's samples, the batches of before are read again.
     model: the network that is evaluated, saved, exported and predicted with. trained: the one that
         is trained, if that is another, of which `model` is an average.

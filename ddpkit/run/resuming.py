@@ -753,8 +753,10 @@ class Checkpoints:
 
     def _leave(self) -> NoReturn:
         self._write_step()
-        but = ", with resume auto," if self.folder.resume == "never" else ""
-        exit_stopped(f"and saved at {self._position()}; the same command{but} goes on")
+        how = " with resume auto" if self.folder.resume == "never" else ""
+        exit_stopped(
+            f"and saved at {self._position()}; run the same command again{how} to resume"
+        )
 
     def _position(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.done}"

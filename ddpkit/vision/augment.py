@@ -11,7 +11,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from ddpkit.data.samples import as_tensor
-from ddpkit.errors import UserError
+from ddpkit.errors import UserError, suggest
 from ddpkit.run.flags import elsewhere
 from ddpkit.vision.images import Box, LazyImage
 
@@ -173,8 +173,9 @@ def parse_augment(
             continue
         if name not in table:
             known = list(table) + list(others)
-            names = ", ".join(known) + elsewhere(name)
-            raise UserError(f"--augment {name}: is none of {names}")
+            near = elsewhere(name) or suggest(name, known)
+            names = ", ".join(known)
+            raise UserError(f"--augment {name}: unknown; choose from {names}{near}")
         if isinstance(table[name], OF_COLORS) and channels not in (None, 1, 3):
             raise UserError(f"--augment {name}: takes 1 or 3 channels, not {channels}")
         transforms.append(table[name])

@@ -53,8 +53,8 @@ def say_images(
     others = np.bincount(val, minlength=len(classes))
     texts = [f"{n} ({other})" for n, other in zip(counts, others, strict=True)]
     say_line(f"images for training ({name})", classes, texts)
-    warn(classes, counts, "none of the training images")
-    warn(classes, others, f"none of the {name} images")
+    warn(classes, counts, "training images", ": they cannot be learned")
+    warn(classes, others, f"{name} images", ": their accuracy is not measured")
 
 
 def say_line(title: str, classes: Sequence[str], texts: Sequence[str]) -> None:
@@ -67,16 +67,17 @@ def say_line(title: str, classes: Sequence[str], texts: Sequence[str]) -> None:
     distributed.print0(f"classes, {title}: {', '.join(listed)}")
 
 
-def warn(classes: Sequence[str], counts: np.ndarray, where: str) -> None:
+def warn(
+    classes: Sequence[str], counts: np.ndarray, samples: str, effect: str = ""
+) -> None:
     lacking = [name for name, count in zip(classes, counts, strict=True) if not count]
     if lacking:
-        some = f"{len(lacking)} of {len(classes)} classes"
-        distributed.print0(f"warning: {some} in {where}: {shorten(lacking)}")
+        distributed.print0(f"warning: no {samples} of {shorten(lacking)}{effect}")
 
 
 def labels_of_sample(dataset: MapDataset, index: int) -> dict[int, int]:
-    """Return how often each class occurs in a sample, as the data set or what it wraps says."""
-    for each, at in samples.places(dataset, index):  # a Subset has its data set's
+    """Return how often each class occurs in a sample, as the dataset or what it wraps says."""
+    for each, at in samples.places(dataset, index):  # a Subset has its dataset's
         if hasattr(each, "count_labels"):
             return each.count_labels(at)
     # the innermost one, which the person has written
@@ -90,7 +91,7 @@ def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
     """Return (sample, class, count) of all samples, sorted, int64 (pairs, 3); each rank reads some.
 
     dataset: has a method count_labels(index) -> {class number: how often}, without void, or wraps
-        data sets that have it.
+        datasets that have it.
     """
 
     def count_chunk(chunk: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -154,6 +155,6 @@ def class_weights(
         usual = np.maximum((samples.size(dataset) or 0) - totals, 1)
     weights = usual / np.maximum(totals, 1)
     weights[totals == 0] = 1  # which no sample uses
-    warn(classes, totals, "none of the training samples (weight 1)")
+    warn(classes, totals, "training samples", ": their weight is 1")
     say_line("weights in the loss", classes, [f"{weight:.3g}" for weight in weights])
     return torch.tensor(weights, dtype=torch.float32)

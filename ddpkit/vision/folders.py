@@ -1,4 +1,4 @@
-"""Data sets of files: the folders in DIR, or its lists train.csv and val.csv."""
+"""Datasets of files: the folders in DIR, or its lists train.csv and val.csv."""
 
 import functools
 import os
@@ -225,15 +225,16 @@ def split(
         return samples, []
     why = f"--fold {fold[0]}/{fold[1]}" if fold else f"no {place}"
     list_of_groups = "train.csv" if has_lists(root) else "groups.csv"
-    together = "whole groups"
-    if len(samples[0]) == 2:
-        together = (
-            f"if some belong together, as those of a patient or a video do, name their groups in "
+    has_groups = len(samples[0]) > 2
+    how = " in whole groups" if has_groups else ""
+    distributed.print0(
+        f"validation: {len(held)} of {len(samples)} images held out{how} ({why})"
+    )
+    if not has_groups:
+        distributed.print0(
+            "if images belong together (one patient, one video), name their groups in "
             f"{root / list_of_groups}"
         )
-    distributed.print0(
-        f"{why}: {len(held)} of {len(samples)} images used for validation; {together}"
-    )
     others = [sample for n, sample in enumerate(samples) if n not in held]
     return others, [samples[n] for n in sorted(held)]
 
@@ -501,12 +502,11 @@ def read_list(path: Path, columns: Sequence[str], note: Note = raise_it) -> Pair
     if not rows:
         raise UserError(f"{path}: no rows; list the samples in it, or remove the file")
     there = rows[0][1].keys()
-    for name in columns:
-        if name not in there:
-            raise UserError(
-                f"{path}: no column {name} in its first line, which must name the columns "
-                f"{','.join(columns)}, or have it read by {places.convert_command(path.parent)}"
-            )
+    if not there >= {*columns}:
+        raise UserError(
+            f"{path}: the first line is {shorten([*there])}; it must have {','.join(columns)}: "
+            f"rename the columns, or run: {places.convert_command(path.parent)}"
+        )
     wanted = list(dict.fromkeys([*columns, *({"group"} & there)]))
     others = [name for name in there if name and name not in wanted]
     if others:
@@ -590,7 +590,7 @@ class Files(Dataset):
 class ImageFiles(Files):
     """Images with class numbers: `open` returns (image,), a LazyImage, decoded once it is read.
 
-    label(index): the class number; of a data set whose images have several labels or none, float32
+    label(index): the class number; of a dataset whose images have several labels or none, float32
         (classes,), 0 or 1.
 
         class ImageDataset(ddpkit.ImageFiles):
@@ -766,5 +766,5 @@ def survey(data: Path, train: Part) -> masks.Labels:
     texts = [f"{share:.3g}" for share in 100 * known / max(known.sum(), 1)]
     title = f"in % of the pixels of {count} of {total} training masks"
     class_counts.say_line(title, labels, texts)
-    class_counts.warn(labels, known, f"none of these {count} masks")
+    class_counts.warn(labels, known, "pixels", f" in these {count} masks")
     return labels

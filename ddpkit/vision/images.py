@@ -10,6 +10,7 @@ import importlib.util
 import io
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -678,7 +679,9 @@ def _reading(
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         number = getattr(error, "errno", None)
         remedy = "replace or remove it"
-        if isinstance(error, UnidentifiedImageError):
+        if os.path.isfile(path) and not os.path.getsize(path):
+            reason = "empty file"
+        elif isinstance(error, UnidentifiedImageError):
             reason = "not an image of a type that is read"
             if is_mask:
                 remedy = (

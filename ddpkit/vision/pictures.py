@@ -178,7 +178,7 @@ def draw_curves(
                 axes.plot(epochs, values, ".-", label=label)
             if marked:
                 at = number_in(marked, "epoch")
-                label = f" best, epoch {at}"
+                label = f" best {number_in(marked, best):.4g}, epoch {at:g}"
                 axes.axvline(at, color="black", linestyle=":", label=label)
             if names:
                 axes.legend(fontsize=8)

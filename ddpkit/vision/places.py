@@ -1,4 +1,4 @@
-"""Where the parts of a data set lie: DIR/train/images or DIR/images/train, and by other names.
+"""Where the parts of a dataset lie: DIR/train/images or DIR/images/train, and by other names.
 
 A line names each folder that is taken for another name than README.md has.
 """
@@ -208,10 +208,12 @@ def has_kinds(folder: Path) -> bool:
 
 def inner_folders(folder: Path) -> list[Path]:
     """Return the folders in `folder` that are not hidden, sorted."""
+    if not folder.exists():
+        where = "" if folder.is_absolute() else f" in {Path.cwd()}"
+        raise UserError(f"{folder}: no such folder{where}")
     if not folder.is_dir():
         raise UserError(
-            f"{folder}: no such folder, or a file: name the folder that it is in; or, for labels: "
-            f"{convert_command(folder)}"
+            f"{folder}: a file; name its folder, or, for labels: {convert_command(folder)}"
         )
     inner = sorted(each for each in folder.iterdir() if each.is_dir())
     return [each for each in inner if not each.name.startswith(".")]
@@ -241,6 +243,13 @@ def is_beside(name: str) -> bool:
 def refuse_unknown(root: Path, folder: Path, has_masks: bool) -> NoReturn:
     """Raise a UserError that says what `folder`, in `root`, has, and what is expected."""
     inner = [each.name for each in inner_folders(folder)]
+    if not has_masks and not inner and images_in(folder):
+        parent = folder.parent
+        beside = {each.parent for each in parent.glob("*/*") if is_image(each.name)}
+        if len(beside) > 1:
+            raise UserError(
+                f"{folder} holds images but no class folders: did you mean --data {parent}?"
+            )
     there = inner + sorted({*os.listdir(folder)} - {*inner})
     raise UserError(
         f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}; {TASKS[has_masks]} "

@@ -195,15 +195,17 @@ class Reporter:
         # another may have a share of them
         if isinstance(run.val_loader, loading.Loader):
             val = f"{len(samples.dataset_of(run.val_loader))} validation images | "
+        size = f"{run.batch_size} x {run.ranks} {kind}rank(s)"
+        if run.accumulate > 1:
+            size += f" x {run.accumulate} accumulated"
         distributed.print0(
-            f"{ranks} rank(s) on {device} | batch {run.batch_size} per rank x "
-            f"{run.ranks} {kind}rank(s) x {run.accumulate} accumulated = "
-            f"{source.global_batch}"
+            f"{ranks} rank(s) on {device}, one process each | {source.global_batch} images per "
+            f"step: {size}"
         )
         distributed.print0(
             f"{source.total} training + {val}{source.steps} steps per epoch"
         )
-        skipped = left_out(source)
+        skipped = left_out(source, run.batch_size)
         if skipped:
             distributed.print0(skipped)
         total = self.epochs * source.steps
@@ -516,15 +518,21 @@ def nearest(path: Path | str) -> str:
     return str(path) if relative.startswith(os.pardir) else relative
 
 
-def left_out(source: TrainSampler | OtherSource) -> str:
+def left_out(source: TrainSampler | OtherSource, batch_size: int) -> str:
     """Return why an epoch has fewer images than there are, for the start line, if it has."""
     count = source.total % source.global_batch
     # by weights some images are drawn again, and others are not
     if not count or getattr(source, "cumulated", None) is not None:
         return ""
     line = f"drop_last: {count} images skipped per epoch (different ones each time)"
-    if count > MOST_LEFT_OUT * source.total:
-        line += ", so try a smaller --batch-size"
+    size = batch_size
+    while count > MOST_LEFT_OUT * source.total:
+        size //= 2
+        if not size:
+            return line
+        count = source.total % (source.global_batch // batch_size * size)
+    if size < batch_size:
+        line += f"; try --batch-size {size}"
     return line
 
 

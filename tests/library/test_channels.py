@@ -114,7 +114,7 @@ class TestFiles:
 
 
 def test_normalization() -> None:
-    """Of images with channels by their data set, to the bit as the device does it; of RGB there."""
+    """Of images with channels by their dataset, to the bit as the device does it; of RGB there."""
     values = torch.rand(5, 8, 8)
     mean = (0.1, 0.2, 0.3, 0.4, 0.5)
     std = (0.5, 0.4, 0.3, 0.2, 0.1)

@@ -92,7 +92,7 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         (f"error: {data}: ", "class unknown of validation"),
         ("error: train/a/cut.jpg: ", "cannot be read"),
         ("error: train/b/text.png: ", "cannot be read"),
-        ("error: val/a/none.tif: ", "cannot be read"),
+        ("error: val/a/none.tif: ", "empty file"),
         ("error: val/a/leak.png: ", "train/a/0.png"),
         (f"error: {data}: ", "class zebra of test is not"),
         ("error: test/a/leak.png: ", "is in train, train/a/1.png"),

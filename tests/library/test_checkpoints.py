@@ -299,7 +299,9 @@ def test_damage_of_other_kinds(tmp_path: Path) -> None:
             path = folder / name
             path.write_bytes(spoil(path.read_bytes()))
         assert RunFolder(folder)._search()["epoch"] == 1
-        RunFolder(folder).best_score("")
+        found = RunFolder(folder)
+        found.best_score("")
+        found._clear_best()
         assert {"last.pt.corrupt", "best.pt.corrupt"} < set(contents(folder))
     content = legacy(b"", cut=0)
     path = tmp_path / "file.pt"
@@ -307,6 +309,8 @@ def test_damage_of_other_kinds(tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with refusal("checkpoint.unreadable", path):
             pretrained.read_tensors(str(path))
+    with refusal("files.missing", "none.pt: no such file", "has file.pt"):
+        checkpoint.read(tmp_path / "none.pt")
 
 
 def compressed(content: bytes) -> bytes:

@@ -92,6 +92,12 @@ def test_another_optimizer_than_the_checkpoint_has(
     assert before == {path.name: path.read_bytes() for path in out.glob("*.pt")}
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Of all files that are not hidden, as the lock is."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {path: path.read_bytes() for path in found if path.name[0] != "."}
+
+
 def test_another_choice_of_the_best(
     data: Path,
     own_data: Path,
@@ -99,12 +105,18 @@ def test_another_choice_of_the_best(
     tmp_path: Path,
     edited: Edited,
 ) -> None:
-    """Another metric, another validation set: chosen anew, once, and the former best is kept."""
+    """Another metric, another validation set: chosen anew, once, and the former best is kept.
+
+    A run with no epoch remaining changes no file.
+    """
     before = torch.load(trained / "best.pt", weights_only=True)
     other = edited((IMPORTS, '\nBEST = "top5"\n' + IMPORTS))
     sorted(own_data.glob("val/*/*"))[0].unlink()
     for metric, start, images in ("top5", other, data), ("top1", edited(), own_data):
         out = shutil.copytree(trained, tmp_path / metric)
+        finished = contents(out)
+        assert "nothing left to do" in start(images, out, "--epochs", 1).ok().out
+        assert contents(out) == finished
         done = start(images, out, "--epochs", 2).ok()
         assert re.search(
             r"best.pt: has the best top1 on 23 images \(\w+\) of epoch 1; renamed to best-1.pt",
@@ -196,7 +208,7 @@ def test_tried_before_the_first_epoch(
 
 
 def test_targets_that_are_no_classes(few: Path, tmp_path: Path, edited: Edited) -> None:
-    """Soft labels, as a data set may return them, reach the loss as they are."""
+    """Soft labels, as a dataset may return them, reach the loss as they are."""
     start = edited(
         (
             IMPORTS,

@@ -99,6 +99,9 @@ OTHER_WORDS = {
         "5": "5: a value without its flag, as in --epochs 5 (",
         "-epochs 5": "-epochs: no such flag; did you mean --epochs? (",
         "--config conf.yaml": "--config: no such flag; @FILE reads flags from a file",
+        "--lr 0,001": "0,001 is not a number of 0 or more; use a point: 0.001 (",
+        "--resume": "--resume needs a value: --resume auto|never|PATH (",
+        "recipes": "recipes: not a flag; did you mean --data recipes? (",
         "--device cpu": "CUDA_VISIBLE_DEVICES= ./launch.sh the CPU",
         "--tracker tensorboard": "TensorBoard's files are always written (",
         "--json": "--json needs --eval-only (",
@@ -123,6 +126,8 @@ def test_flags_that_do_not_exist(project):
         Path("conf.yaml").write_text("epochs: 5\nlr: 0.1\n")
         with refusal("flags.error", "epochs: no such flag; did you mean --epochs?"):
             parse_args(["@conf.yaml"])
+        with refusal("files.missing", "recipes/no.txt: no such file; recipes has "):
+            parse_args(["@recipes/no.txt"])
 
     project.here(check).ok()
 

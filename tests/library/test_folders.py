@@ -443,8 +443,12 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     with refusal("places.refuse_unknown", "rings, ...; segmentation expects"):
         find("masks", data)
     listed = next((data / "train").glob("*/*"))
-    with refusal("places.inner_folders", listed, "or a file"):
+    with refusal("places.inner_folders", listed, "a file"):
         find("labels", listed)
+    with refusal("places.refuse_unknown", f"did you mean --data {data / 'train'}?"):
+        find("labels", listed.parent)
+    with refusal("places.inner_folders", f"none: no such folder in {Path.cwd()}"):
+        find("labels", Path("none"))
     # images of YOLO, whose labels are texts
     for name in "images/train/1.jpg", "labels/train/1.txt":
         (data / "yolo" / name).parent.mkdir(parents=True)
@@ -659,11 +663,11 @@ def test_groups_of_folders(drawn: Callable, kind: str) -> None:
     data = drawn(kind)
     shutil.rmtree(data / "val")
     said, _ = lines_of(kind, data)
-    line = "; if some belong together, as those of a patient or a video do, name their groups in"
-    assert f"{line} {data / 'groups.csv'}\n" in said
+    line = "\nif images belong together (one patient, one video), name their groups in "
+    assert f"{line}{data / 'groups.csv'}\n" in said
     name_groups(data, 4)
     said, (train, val, _) = lines_of(kind, data)
-    assert " of 53 images used for validation; whole groups\n" in said
+    assert f" of 53 images held out in whole groups (no {data / 'val'})\n" in said
     groups = [{sample[2] for sample in part} for part in (train, val)]
     assert len(groups[1]) == 2
     assert not groups[0] & groups[1]
@@ -794,7 +798,11 @@ class TestLists:
     @pytest.mark.parametrize(
         ("content", "code", "words"),
         [
-            ("file:label\na.jpg:x\n", "folders.read_list", "no column file"),
+            (
+                "file:label\na.jpg:x\n",
+                "folders.read_list",
+                "is file:label; it must have file,label",
+            ),
             ("file,label\na.jpg,x\na.jpg,\n", "folders.read_row", "line 3: no label"),
             ("file,label\nc.jpg,x\n", "folders.read_row", "train.csv, line 2: "),
             (

@@ -1,4 +1,4 @@
-"""Loaders and data sets of people's own: what wraps ours, what shards by itself, what is deep."""
+"""Loaders and datasets of people's own: what wraps ours, what shards by itself, what is deep."""
 
 import itertools
 import random
@@ -66,7 +66,7 @@ class Own(sets.Dataset):
 
 class TestWrappers:
     def test_samples(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Files, format and counts of labels are those of the data sets within."""
+        """Files, format and counts of labels are those of the datasets within."""
         monkeypatch.setattr(distributed, "gather_objects", lambda value: [value])
         a = Ours("a", 3)
         b = Ours("b", 2)
@@ -193,7 +193,7 @@ class Stream(sets.IterableDataset):
 
 
 class Shard(sets.Dataset):
-    """As a shard of a data set of Hugging Face, whose samples are numbered anew."""
+    """As a shard of a dataset of Hugging Face, whose samples are numbered anew."""
 
     def __init__(self, numbers: range) -> None:
         self.numbers = numbers
@@ -208,7 +208,7 @@ class Shard(sets.Dataset):
 
 
 def said(dataset: Any) -> Any:
-    """The data set, of this rank's samples, as its owner says."""
+    """The dataset, of this rank's samples, as its owner says."""
     dataset.num_replicas = distributed.world_size()
     dataset.rank = distributed.rank()
     return dataset
@@ -328,7 +328,7 @@ def test_each_sample_is_evaluated_once() -> None:
 
 @on_ranks(2)
 def test_a_share_of_the_data_for_our_samplers() -> None:
-    """They deal the samples themselves: with a share of them as the data set most would be lost."""
+    """They deal the samples themselves: with a share of them as the dataset most would be lost."""
     rank = distributed.rank()
 
     def check(dataset: sets.Dataset, workers: int = 0) -> None:

@@ -146,7 +146,7 @@ def test_a_signal_in_a_long_evaluation(tmp_path: Path) -> None:
     assert ranks.wait(pids) == [75, 75]
     out, err = ranks.said(tmp_path / "printed")
     assert not err
-    assert "saved at epoch 1, step 8; the same command goes on" in out
+    assert "saved at epoch 1, step 8; run the same command again to resume" in out
     state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
     assert (state["epoch"], state["done"]) == (0, 8)
 

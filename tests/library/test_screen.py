@@ -8,6 +8,7 @@ import random
 import re
 import shlex
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -385,3 +386,11 @@ def test_weak_points(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path.unlink()
     mistakes.say_weak(tmp_path, {"top1": 0.0})
     assert not capsys.readouterr().out
+
+
+def test_a_batch_size_that_leaves_out_less() -> None:
+    """Of 30 images a step takes 2 x 8, and 14 remain; 2 x 2 leave out 2."""
+    source = types.SimpleNamespace(total=30, global_batch=16)
+    assert reporting.left_out(source, 8).endswith("; try --batch-size 2")
+    source.global_batch = 14
+    assert "try" not in reporting.left_out(source, 7)

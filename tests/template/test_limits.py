@@ -339,7 +339,7 @@ def test_flags_without_torch(task: str, tmp_path: Path) -> None:
         (*ddpkit, "check"): "required: DIR",
         (*ddpkit, "check", ".", "--epoch", "3"): "did you mean --epochs?",
         (*ddpkit, "export", "--chekpoint", "b.pt"): "did you mean --checkpoint?",
-        (*ddpkit, "publish", "--license"): "--license: expected one argument",
+        (*ddpkit, "publish", "--license"): "--license needs a value: --license ",
         (*ddpkit, "where"): "no run has written there",
         (*ddpkit, "copy"): "is there already",
     }.items():

@@ -11,7 +11,7 @@ from ddpkit.run.flags import Parser
 CHECK = Parser(
     prog="python -m ddpkit check",
     description="""\
-Check a data set before training: python -m ddpkit check DIR [main.py's flags]
+Check a dataset before training: python -m ddpkit check DIR [main.py's flags]
 
 Reads every file once, and prints what is in them and all that is wrong with them. Draws check.png:
 a dozen training images with their classes, or tinted by their masks, and beside each what
@@ -46,7 +46,7 @@ Export a network: python -m ddpkit export --checkpoint best.pt --output DIR
 
 Writes DIR/model.onnx, which returns what `infer` in model.py does.
 Input: `images`, uint8 (N, 3, H, W), RGB, normalised inside; with "channels" in data.json float32
-(N, channels, H, W), 0 to 1, normalised inside; of another data set with floats those, as they are.
+(N, channels, H, W), 0 to 1, normalised inside; of another dataset with floats those, as they are.
 Output: `logits`, float32. N is free; in segmentation H and W, too: 64 and larger multiples of 32
 (pad at the right and below). The file holds, as JSON, classes, colors, arch, size, multiple_of,
 channels, value_range, mean and std. It appears if it returns what the network does, of random

@@ -1,4 +1,4 @@
-"""Check a data set before training: python -m ddpkit check DIR [main.py's flags]
+"""Check a dataset before training: python -m ddpkit check DIR [main.py's flags]
 
 arguments.py says what it does and takes.
 """
@@ -106,7 +106,7 @@ def look(part: str, dataset: MapDataset, index: int) -> Facts:
 
 
 class Survey:
-    """What is in a data set, by part: train, val and, if there is one, test; what is wrong."""
+    """What is in a dataset, by part: train, val and, if there is one, test; what is wrong."""
 
     def __init__(self, root: Path, has_masks: bool) -> None:
         self.root = root
@@ -161,7 +161,7 @@ class Survey:
             read_classes(self.root / "classes.txt") if self.has_masks else unnamed()
         )
         kind = folders.MaskFiles if self.has_masks else folders.ImageFiles
-        # as a data set: DataLoader hands each chunk of keys to a worker
+        # as a dataset: DataLoader hands each chunk of keys to a worker
         keys: MapDataset = []
         for part, samples in self.find_samples().items():
             dataset = kind(folders.Part(samples, format, labels), tuple)

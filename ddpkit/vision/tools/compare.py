@@ -77,7 +77,8 @@ def runs_in(folder: Path) -> list[Path]:
     """Return the folders of runs in a folder; without any, say so."""
     inner = [each for each in sorted(folder.glob("*")) if is_run(each)]
     if not inner:
-        print_line(f"{escape(folder)}: left out (no args.json of a run)", sys.stdout)
+        why = "no args.json of a run" if os.path.isdir(folder) else "not found"
+        print_line(f"{escape(folder)}: left out ({why})", sys.stdout)
     return inner
 
 

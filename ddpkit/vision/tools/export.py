@@ -33,7 +33,7 @@ Predict = Callable[[Tensor], Tensor]
 
 
 class Network(nn.Module):
-    """The network as the file has it: images as the data set has them -> logits, float32.
+    """The network as the file has it: images as the dataset has them -> logits, float32.
 
     infer: that of model.py, which takes the network and normalised images.
     """

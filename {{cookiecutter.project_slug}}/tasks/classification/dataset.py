@@ -1,4 +1,4 @@
-"""The data set: images and their classes, and the augmentation. README.md describes folders."""
+"""The dataset: images and their classes, and the augmentation. README.md describes folders."""
 
 import itertools
 from argparse import Namespace
@@ -75,9 +75,9 @@ class ImageDataset(ddpkit.ImageFiles):
 
 
 def build_datasets(args: Namespace) -> tuple[ImageDataset, ImageDataset, Sequence[str]]:
-    """Return the data sets for training and for validation, and the names of the classes.
+    """Return training and validation datasets and class names; set several_labels, crop of args.
 
-    Any map-style data set of (image, label) will do, such as torchvision's CIFAR10, which has
+    Any map-style dataset of (image, label) will do, such as torchvision's CIFAR10, which has
     `classes`: images uint8, normalised on the device by ImageNet's numbers, or floats, taken as
     they are.
     """
@@ -144,6 +144,6 @@ def draw_example(
     color = "green"
     if guess != truth:
         color = "red"
-        title += f"\nis {truth}"
+        title = f"predicted {title}\nlabel {truth}"
     axes.imshow(image.permute(1, 2, 0).numpy())
     axes.set_title(title, color=color, fontsize=9)

@@ -90,6 +90,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
         if args.json and not args.eval_only:
             parser.error("--json needs --eval-only")
         if not args.data:
+            # parsed again, so that flags that are given still count
             parser.set_defaults(**DEMO)
             args = parser.parse_args(argv)
     is_sgd = args.optimizer == "sgd"

@@ -1,4 +1,4 @@
-"""The data set: images and their masks, and the augmentation. README.md describes folders."""
+"""The dataset: images and their masks, and the augmentation. README.md describes folders."""
 
 import functools
 from argparse import Namespace
@@ -80,9 +80,9 @@ class SegmentationDataset(ddpkit.MaskFiles):
 def build_datasets(
     args: Namespace,
 ) -> tuple[SegmentationDataset, SegmentationDataset, Sequence[str]]:
-    """Return the data sets for training and for validation, and the names of the classes.
+    """Return the datasets for training and for validation, and the names of the classes.
 
-    Any map-style data set of (image, mask) will do, such as one of torchvision's: images uint8,
+    Any map-style dataset of (image, mask) will do, such as one of torchvision's: images uint8,
     normalised on the device by ImageNet's numbers, or floats, taken as they are; for validation
     padded as `pad` does.
     """
