@@ -67,7 +67,7 @@ def show_tensor(tensor: object) -> str:
     """Return what the debugger shows of a tensor: shape, type and range come first."""
     from ddpkit.ranks import values  # which imports torch
 
-    return f"{values.describe(tensor)}: {tensor}"
+    return f"{values.describe(tensor)}: {tensor!r}"
 
 
 def adapt() -> None:
