@@ -1,7 +1,6 @@
 """A debugger joins ranks that wait for it: one session, whatever their number."""
 
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -36,7 +35,7 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
     rank = distributed.rank()
     if rank not in ranks or process.is_debugged():
         return
-    import debugpy  # `find` has found it as the flag was read
+    import debugpy.server.api  # `find` has found it as the flag was read
 
     threading.main_thread().name = f"rank {rank}"
     store = distributed.store()
@@ -55,9 +54,12 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
                 f"--debug: cannot listen with debugpy at {HOST}:{port} ({error}): use "
                 "another port, R:PORT"
             ) from None
-        numbers = ", ".join(map(str, here))
-        who = f"rank {numbers} on {environment.node()}"
-        print_line(f"{who} waits for a debugger: host {HOST}, port {port}", sys.stderr)
+        who = f"rank {', '.join(map(str, here))} on {environment.node()}"
+        print_line(
+            f"{who} waits for a debugger: host {HOST}, port {port} (if VS Code does not attach "
+            'by itself: "Attach to all ranks")',
+            sys.stderr,
+        )
         with announced(endpoint, port) if by_editor else contextlib.nullcontext():
             debugpy.wait_for_client()
         # By which those that it starts, such as loader workers, join its session
@@ -71,10 +73,8 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
         store.set(key, json.dumps(session))
     else:
         distributed.await_keys([key], math.inf)
-        session = json.loads(store.get(key))
-        importlib.import_module("debugpy.server.api")  # which finds its pydevd
         sys.modules["pydevd"].settrace(
-            **session,
+            **json.loads(store.get(key)),
             protocol="dap",
             patch_multiprocessing=True,
             suspend=False,

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
-from types import FrameType
+from types import SimpleNamespace
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import process, protocol, watch
@@ -53,15 +53,21 @@ def follow() -> None:
         os.register_at_fork(after_in_child=lambda: process.end_with(KILL, rank))
 
     def duty() -> None:
-        is_over = not process.is_debugged() or os.getppid() != parent
-        if not is_over and signal.SIGINT not in watch.thread.signals:
-            return
+        is_left = not process.is_debugged() or os.getppid() != parent
+        is_over = is_left or signal.SIGINT in watch.thread.signals
         # Once the main thread has ended, pydevd ends as the program does.
-        if threading.main_thread().is_alive():
+        if is_over and threading.main_thread().is_alive():
             process.exit_now(128 + signal.SIGINT)
 
     watch.thread.add_duty(duty)
     signal.set_wakeup_fd(watch.thread.wakeup.fileno(), warn_on_full_buffer=False)
+
+
+def show_tensor(tensor: object) -> str:
+    """Return what the debugger shows of a tensor: shape, type and range come first."""
+    from ddpkit.ranks import values  # which imports torch
+
+    return f"{values.describe(tensor)}: {tensor!r}"
 
 
 def adapt() -> None:
@@ -70,7 +76,13 @@ def adapt() -> None:
     VS Code cuts off which process a row is of; beside it stands the description of the stop. What
     the terminal shows is not shown again, with bars in red, in the debug console.
     """
+    tensors = SimpleNamespace(  # a "str provider" of pydevd's
+        can_provide=lambda kind, _: hasattr(kind, "grad_fn"),
+        get_str=show_tensor,
+    )
     with contextlib.suppress(AttributeError, KeyError):  # its own names may change
+        api = sys.modules["_pydevd_bundle.pydevd_extension_api"]
+        extensions = sys.modules["_pydevd_bundle.pydevd_extension_utils"]
         schema = sys.modules["_pydevd_bundle._debug_adapter.pydevd_schema"]
         filtering = sys.modules["_pydevd_bundle.pydevd_filtering"]
         lifecycle = sys.modules["_pydevd_bundle.pydevd_thread_lifecycle"]
@@ -104,6 +116,7 @@ def adapt() -> None:
                 resume("*")
 
         follow_person()
+        extensions.extensions_of_type(api.StrPresentationProvider).insert(0, tensors)
         schema.StoppedEventBody.__init__ = describe_with_name
         watch.thread.add_duty(follow_person)
 
@@ -122,10 +135,9 @@ def _time_of(path: Path) -> float:
     return 0.0
 
 
-def stop(frame: FrameType | None = None) -> None:
+def stop() -> None:
     """Stop in the calling frame; debugpy's own hook does not in a process that torchrun started."""
     if process.is_debugged():
-        frame = frame or sys._getframe(1)
         sys.modules["pydevd"].settrace(
-            trace_only_current_thread=True, stop_at_frame=frame
+            trace_only_current_thread=True, stop_at_frame=sys._getframe(1)
         )

@@ -19,7 +19,7 @@ import generated
 import pytest
 import torch
 import torch.distributed as dist
-from dap import F5, Debugger, configuration, line_of, task
+from dap import F5, Debugger, Session, configuration, line_of, task
 from generated import NET, ROOT, Project, texts, wait_for
 from ports import free_port
 
@@ -96,6 +96,14 @@ def debugging(
     return debugger
 
 
+def shown(rank: Session) -> dict[str, str]:
+    """What the locals of the frame are, as the debugger shows them."""
+    scopes = rank.ask("scopes", {"frameId": rank.frame["id"]})["scopes"]
+    place = {"variablesReference": scopes[0]["variablesReference"]}
+    found = rank.ask("variables", place)["variables"]
+    return {each["name"]: each["value"] for each in found}
+
+
 def test_a_debugging_session(
     own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +146,9 @@ def test_a_debugging_session(
                 assert "(4, 3, 32, 32) float32 cpu, mean " in row
             assert "differs" not in rows[0]
             assert rows[1].endswith("; differs from rank 0 in images[0]")
+            images = shown(rank)["images"]  # in VS Code's pane "Variables"
+            assert images.startswith("(4, 3, 32, 32) float32 cpu, mean ")
+            assert ": tensor([[[[" in images
             rows = rank.evaluate('ddpkit.on_all_ranks("ddp_model")').splitlines()
             assert "differs" not in "".join(rows)  # after the average of the gradients
             assert len(rows) == 2
@@ -444,7 +455,7 @@ def test_attach_to_ranks_of_two_nodes(
         lines = [node.process.stderr.readline() for node in nodes]
         since = time.monotonic()
         for number, line in enumerate(lines):
-            host, port = re.search(r"host (\S+), port (\d+)$", line).groups()
+            host, port = re.search(r"host (\S+), port (\d+) \(", line).groups()
             assert host == "127.0.0.1"
             assert int(port) == debug_port + number
             assert listening(int(port)) == [f"0100007F:{int(port):04X}"]
