@@ -210,12 +210,12 @@ class Reporter:
             distributed.print0(skipped)
         total = self.epochs * source.steps
         if source.steps < FEW_STEPS and total < USUAL_STEPS:
-            size = max(run.batch_size // 4, 1)
-            most = USUAL_STEPS * size // (source.steps * run.batch_size) + 1
+            smaller = max(run.batch_size // 4, 1)
+            most = USUAL_STEPS * smaller // (source.steps * run.batch_size) + 1
             epochs = max(most, self.epochs)
             distributed.print0(
                 f"only {total} optimizer steps in all; {USUAL_STEPS:,} or more are usual: try "
-                f"--batch-size {size} --epochs {epochs}"
+                f"--batch-size {smaller} --epochs {epochs}"
             )
         amp = f" | amp {run.flags['amp']}" if "amp" in run.flags else ""
         jpeg = images.decoder()
