@@ -65,7 +65,8 @@ class VirtualRanks(nn.Module):
         if is_trained and self not in VirtualRanks.in_step:
             raise UserError(
                 "virtual ranks: a pass outside of the loop over the batches of a step: give "
-                "steps() all networks in VirtualRanks, and train them in that loop"
+                "steps() all networks in VirtualRanks, train them in that loop, and loop over the "
+                "batches again for a second pass, such as SAM's"
             )
         return self.module(*args, **options)
 
