@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 SPEED = {"img_per_s", "train_seconds", "data_wait", "peak_memory"}
-IGNORED = SPEED | {"args"}
+IGNORED = SPEED | {"args", "variables"}
 
 
 def digest(folder: str | Path) -> str:
-    """Return a checksum of all that a run has come to, its flags and its speed aside."""
+    """Return a checksum of all that a run has come to, its flags, its speed and what its script had in variables aside."""
     sums = hashlib.sha256()
 
     def add(value: object) -> None:

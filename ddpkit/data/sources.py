@@ -126,3 +126,19 @@ def check_formats(train_loader: object, val_loader: object) -> None:
         f"{val.keys()} of {NAME} ({{}}: ImageNet's mean and std): give both datasets the "
         "same `format`"
     )
+
+
+def say_floats(batch: object, val_loader: object) -> None:
+    """Say a line if images of training are floats, and those of validation uint8.
+
+    batch: of training, as its loader gives it.
+    """
+    images = unpack(batch)[0]
+    if images.dtype == torch.uint8:
+        return
+    if any(batch[0].dtype == torch.uint8 for batch in First(val_loader)):
+        mean, std = format_of(val_loader).statistics
+        distributed.print0(
+            "training images are floats, taken as they are, validation images uint8, normalised "
+            f"by mean {mean} and std {std}: right if the former are normalised so, too"
+        )

@@ -7,10 +7,13 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from ddpkit.data.format import VOID
 from ddpkit.ranks import distributed, replicas
 from ddpkit.run import states
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.unsaved import with_inner
+
+MOST_VOID = 0.7  # of a mask's pixels; more is said
 
 
 class FirstSteps:
@@ -37,6 +40,7 @@ class FirstSteps:
         # Of the criterion's sums, each with its batch's number of labels.
         self.slopes: list[tuple[Tensor, Tensor]] = []
         self.of_criterion: Tensor | float = 0.0  # in the first step's loss
+        self.masks: list[Tensor] = []  # int64 (N, H, W)
         self.scale = 1.0  # of the gradients, in the first step
         self.is_cleared = False
         self.has_criterion = criterion is not None
@@ -73,6 +77,9 @@ class FirstSteps:
             loss.register_hook(lambda _: self._check_cleared(before))
             return
         targets = named["targets"] if "targets" in named else inputs[1]
+        is_number = isinstance(targets, Tensor) and not targets.is_floating_point()
+        if is_number and targets.ndim == 3:
+            self.masks.append(targets)
         count = criterion.count(targets)
         value = loss.detach()
 
@@ -102,6 +109,8 @@ class FirstSteps:
                 f"warning: the step counts {float(count):g} labels, and criterion(...) got "
                 f"{seen:g}: where transform_batch removes labels, count those that it returns"
             )
+        say_void(self.masks)
+        self.masks.clear()
         if self.passes > 1 and self.slopes:
             part = float(self.of_criterion)
             if not math.isclose(whole, part, rel_tol=0.01):
@@ -124,3 +133,14 @@ class FirstSteps:
                 "warning: run.end_step without a step of the optimizer: a stop there loses the "
                 "gradients so far; for several batches per step use --accumulate"
             )
+
+
+def say_void(targets: Sequence[Tensor]) -> None:
+    """Say a line if most pixels of some masks, (..., H, W) as training has them, are void."""
+    total = sum(each.numel() for each in targets)
+    void = sum(int((each == VOID).sum()) for each in targets)
+    if void > MOST_VOID * total:
+        distributed.print0(
+            f"{void / total:.0%} of the pixels that training sees are void and count nothing: try "
+            "a smaller --image-size, unless the masks have as few labels"
+        )

@@ -92,7 +92,10 @@ class TopLosses:
         """
         stopping.agree()
         mine: list[tuple] = []
-        for losses, indices, *more in self.noted:
+        if self.noted:
+            # at once: each that is read from a GPU waits for it
+            columns = map(torch.cat, zip(*self.noted, strict=True))
+            losses, indices, *more = columns
             parts = [each.numpy() for each in more]
             mine += zip(losses.tolist(), indices.tolist(), *parts, strict=True)
         found: list[tuple] = []

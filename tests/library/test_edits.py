@@ -265,13 +265,13 @@ LOSS = "            loss = criterion(logits, targets) * world_size / count\n"
 ZERO = "        optimizer.zero_grad()\n"
 JUDGE = "                model, val_loader, criterion, metrics, args\n            )\n            lr"
 SAMPLER = "        accumulate=args.accumulate,\n        seed=args.seed,\n"
-WRAPPED = "        ddp_model = wrap(trained, args.virtual_ranks)\n        # A"
+WRAPPED = "        ddp_model = wrap(trained, args.virtual_ranks)\n        # On"
 FREEZE = "        model.fc.requires_grad_(False)\n"
 FREEZE += "        ddp_model = wrap(trained, args.virtual_ranks)\n"
 FREEZE += "        model.fc.requires_grad_()\n"
-FREEZE += "        # A"
+FREEZE += "        # On"
 FROZEN = "        ddp_model = wrap(trained, args.virtual_ranks)\n"
-FROZEN += "        model.fc.requires_grad_(False)\n        # A"
+FROZEN += "        model.fc.requires_grad_(False)\n        # On"
 MISUSES = {  # more of a step: test_own_steps.py
     "a sum": (
         [(LOSS, LOSS.replace(" * world_size / count", ""))],
@@ -371,6 +371,7 @@ LOSSES = {
     "function, network of a dict, zero_grad before backward, and DDP's own defaults": [
         (TO_DEVICE, DICT + TO_DEVICE),
         (OF_LOSS, f"    loss_module = {FUNCTION}\n"),
+        ("(loss_module, classes)", "(loss_module, classes, reduction='mean')"),
         (ZERO, ""),
         (
             "        losses = []\n",

@@ -12,15 +12,14 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import InterpolationMode, resize
 
 from ddpkit.data import samples
-from ddpkit.data.format import VOID
 from ddpkit.data.samples import Key, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
+from ddpkit.run.first_steps import say_void
 from ddpkit.vision import images, mistakes, pictures
 
 COUNT = 12  # images
 HEIGHT = 240  # pixels that each is drawn with
-MOST_VOID = 0.7  # of a mask's pixels; more is said
 
 
 def draw_check(path: Path, args: Namespace) -> str:
@@ -99,14 +98,3 @@ def panel(
         return drawn
     numbers = resize(mask[None].byte(), size, InterpolationMode.NEAREST)
     return pictures.overlay(drawn, numbers[0].numpy(), classes)
-
-
-def say_void(targets: Sequence[Tensor]) -> None:
-    """Say a line if most pixels of some masks, (..., H, W) as training has them, are void."""
-    total = sum(each.numel() for each in targets)
-    void = sum(int((each == VOID).sum()) for each in targets)
-    if void > MOST_VOID * total:
-        distributed.print0(
-            f"{void / total:.0%} of the pixels that training sees are void and count nothing: try "
-            "a smaller --image-size, unless the masks have as few labels"
-        )
