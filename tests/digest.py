@@ -10,7 +10,7 @@ IGNORED = SPEED | {"args", "variables"}
 
 
 def digest(folder: str | Path) -> str:
-    """Return a checksum of all that a run has come to, its flags, its speed and what its script had in variables aside."""
+    """Return a checksum of all that a run has come to, but for flags, speed and variables."""
     sums = hashlib.sha256()
 
     def add(value: object) -> None:

