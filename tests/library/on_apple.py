@@ -7,9 +7,7 @@ from pathlib import Path
 import torch
 from generated import Project, after_step, both_tasks, rows
 from ranks import on_ranks
-from torch import Tensor, nn
 
-import ddpkit
 from ddpkit.data import samples
 from ddpkit.ranks import devices
 

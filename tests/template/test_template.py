@@ -101,7 +101,7 @@ def test_files(generate: Generate, template: Path, tmp_path: Path, task: str) ->
 def test_no_jinja_in_code_and_nothing_of_this_machine(template: Path) -> None:
     faults = []
     for path in template.rglob("*"):
-        if path.is_file() and path.suffix not in (".png", ".pt"):
+        if path.is_file() and path.suffix not in (".gif", ".png", ".pt"):
             text = path.read_text()
             is_code = TEMPLATE_FOLDER in path.parts and path.name not in RENDERED
             jinja = r"cookiecutter|{%|(?<!\$){{" if is_code else "(?!)"
