@@ -179,9 +179,14 @@ def index_by_name(
 
 
 def find_list(root: Path, part: str) -> Path | None:
-    """Return the list of a part in `root`, if there is one."""
-    path = root / f"{part}.csv"
-    return path if path.exists() else None
+    """Return the list of a part in `root`, by any of its usual names, if there is one."""
+    named = [root / f"{name}.csv" for name in places.PARTS[part]]
+    found = [path for path in named if path.exists()]
+    if len(found) > 1:
+        raise UserError(f"{found[0]} and {found[1]}: remove or rename one of them")
+    if found and found[0] != named[0]:
+        distributed.print0(f"no {named[0]}: {found[0]} is used for {part}")
+    return found[0] if found else None
 
 
 def hold_out(

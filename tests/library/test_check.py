@@ -308,9 +308,10 @@ def test_what_no_list_can_say(tmp_path: Path) -> None:
     (tmp_path / "train/eel").mkdir()
     refused("first")
     (tmp_path / "train/eel").rmdir()
-    (tmp_path / "val.csv").touch()
-    refused("val.csv", "rename")
-    (tmp_path / "val.csv").unlink()
+    for other in "val.csv", "training.csv":
+        (tmp_path / other).touch()
+        refused(other, "rename")
+        (tmp_path / other).unlink()
     for other in "cat;dog", " cat":
         for part in "train", "val":
             (tmp_path / part / "cat").rename(tmp_path / part / other)

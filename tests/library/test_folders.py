@@ -860,7 +860,9 @@ def test_lists_are_the_same_as_folders(drawn: Callable, kind: str) -> None:
     for then, now in zip(before[:2], after[:2], strict=True):
         found = {name.removeprefix("heap of ") for name in names(now, data)}
         assert found == names(then, data)
-    (data / "val.csv").unlink()
+    (data / "val.csv").rename(data / "valid.csv")
+    assert find(kind, data) == after
+    (data / "valid.csv").unlink()
     held_out = {"labels": 6, "masks": 8}[kind]
     train, val, _ = find(kind, data)
     assert len(train) == 53 - held_out
