@@ -159,7 +159,8 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
             needed = read_later(code, frame.f_lasti, reader) | names_in(code)
             needed |= frame.f_globals.keys() - {*code.co_names}
         for name, value in variables.items():
-            value = replicas.bare(value)
+            with contextlib.suppress(Exception):  # of objects of libraries
+                value = replicas.bare(value)
             has_attributes = isinstance(value, nn.Module) or is_own(value)
             if name[:2] == "__" or id(value) in known:
                 continue
