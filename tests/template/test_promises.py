@@ -46,7 +46,7 @@ FILES = {
     "timm": "train.py",
     "codes of errors": "folder.lock",
     "uv": "uv.lock",
-    "names of other programs' data": "1_mask.png _mask.png class_dict.csv "
+    "names of other programs' data": "valid.csv 1_mask.png _mask.png class_dict.csv "
     "class_names.txt label_colors.txt",
 }
 VARIABLES = {
