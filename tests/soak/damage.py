@@ -138,7 +138,8 @@ def weights(damage: Damage, folder: Path, whole: dict, old: dict, new: dict) -> 
         except UserError as error:
             one_line(error, "weights.pth")
             continue
-        assert not is_zip or not differences(old["model"], found), "read wrong"
+        saved = {f"state_dict.{name}": each for name, each in old["model"].items()}
+        assert not is_zip or not differences(saved, found), "read wrong"
 
 
 TRIALS = newest, newest, both, best, weights
