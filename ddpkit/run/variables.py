@@ -24,15 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddpkit.ranks import distributed, process, replicas
-from ddpkit.ranks.module_state import attributes
+from ddpkit.ranks import distributed, module_state, process, replicas
 from ddpkit.run import states
 
 FEW = 100  # items of a list, at each end, and of a dict, that are looked at
 MOST_NUMBERS = 4096  # of a tensor that are
 DEPTH = 5  # of lists in lists, and of objects in objects
 A_DAY = 86400  # seconds
-PLAIN = bool, int, float, complex, str, bytes, type(None)
+PLAIN = tuple(module_state.PLAIN)
 NAMED = types.FunctionType, types.BuiltinFunctionType, type
 # What has a state, and how it is read
 GENERATORS: dict[type, Callable] = {
@@ -270,7 +269,7 @@ def parts_of(value: object, has_metrics: bool) -> Iterator[tuple[str, object]]:
     if isinstance(value, nn.Module):
         for path, module in value.named_modules():
             inner = f".{path}" * bool(path)
-            own = attributes(vars(module))
+            own = module_state.attributes(vars(module))
             if hasattr(module, "persistent"):  # of torchmetrics
                 own = {}
                 if has_metrics:

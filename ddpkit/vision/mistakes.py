@@ -133,7 +133,8 @@ def judge(outputs: Tensor, targets: Tensor, is_class: Tensor) -> tuple[Tensor, T
         confusion = counts.view(classes, classes)
         sums = confusion.sum(1), confusion.sum(0), confusion.diagonal()
         areas.append(torch.stack(sums))
-    return torch.stack(areas), torch.stack(areas)
+    of_images = torch.stack(areas)
+    return of_images, of_images
 
 
 @dataclass
