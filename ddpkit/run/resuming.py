@@ -433,8 +433,8 @@ class Checkpoints:
         return [
             part
             for part in self.parts.values()
-            # torchmetrics' add up what all ranks have seen
-            if isinstance(part, nn.Module) and not hasattr(part, "persistent")
+            # metrics add up what all ranks have seen
+            if isinstance(part, nn.Module) and not states.is_metric(part)
         ]
 
     def _load_buffers(self) -> None:
@@ -771,13 +771,13 @@ def is_later(name: str) -> bool:
     return name == NUMBERS or re.fullmatch(FOREVER + r"\d+", name) is not None
 
 
-def check_parts(door: str, parts: dict[str, object]) -> None:
+def check_parts(door: str, parts: states.Parts) -> None:
     """Raise a UserError unless each part has what a checkpoint needs of it, on one rank.
 
     door: the class that is given them.
     """
     for name, part in parts.items():
-        if hasattr(part, "persistent"):  # torchmetrics', which are not saved by default
+        if states.is_metric(part):
             part.persistent(True)
         kinds = {kind.__name__ for kind in type(part).__mro__}
         if isinstance(part, nn.Module):

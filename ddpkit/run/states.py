@@ -82,6 +82,11 @@ def take_states(parts: Parts) -> State:
     return copy.deepcopy(states, copies) if is_saved else states
 
 
+def is_metric(part: object) -> bool:
+    """Return whether it is torchmetrics', a module without a state unless it is persistent."""
+    return hasattr(part, "persistent")
+
+
 def leaves_of(state: object) -> list[Any]:
     return tree_leaves(state, is_leaf=lambda x: type(x) not in CONTAINERS)
 

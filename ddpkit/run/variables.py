@@ -145,7 +145,7 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
     known = {id(run)}
     for part in parts.values():
         # of networks, besides metrics, a checkpoint has no attributes
-        if not isinstance(part, nn.Module) or hasattr(part, "persistent"):
+        if not isinstance(part, nn.Module) or states.is_metric(part):
             known.add(id(part))
     found = {}
     for function, frame in functions(run):
@@ -270,7 +270,7 @@ def parts_of(value: object, has_metrics: bool) -> Iterator[tuple[str, object]]:
         for path, module in value.named_modules():
             inner = f".{path}" * bool(path)
             own = module_state.attributes(vars(module))
-            if hasattr(module, "persistent"):  # of torchmetrics
+            if states.is_metric(module):
                 own = {}
                 if has_metrics:
                     yield inner, module.metric_state
