@@ -4,6 +4,7 @@ import contextlib
 import gc
 from collections.abc import Collection
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,13 +40,11 @@ class Unsaved:
 
     def say_networks(self) -> None:
         """Say after a few steps which of them have changed, as the one of a mean teacher."""
-        then = self.at_start
-        self.at_start = {}
-        for network, checksum in states.checksums(other_networks(self.parts)).items():
-            # An average of the last epochs has not begun.
-            is_waiting = isinstance(network, AveragedModel) and not network.n_averaged
-            if is_waiting or then.get(network, checksum) != checksum:
-                self._say(f"another network of class {type(network).__name__}")
+        changed = self._changed_networks()
+        if changed:
+            gc.collect()  # those of an earlier run in this process
+        for network in changed:
+            self._say(f"another network of class {type(network).__name__}")
         strays: set[Tensor] = set()
         for part in self.parts.values():
             if isinstance(part, Optimizer):
@@ -57,6 +56,16 @@ class Unsaved:
                 f"{self.door}(...) was given by name, such as a loss: they are in no checkpoint, "
                 "and differ by rank"
             )
+
+    def _changed_networks(self) -> WeakSet[nn.Module]:
+        changed: WeakSet[nn.Module] = WeakSet()
+        for network, checksum in states.checksums(other_networks(self.parts)).items():
+            # An average of the last epochs has not begun.
+            is_waiting = isinstance(network, AveragedModel) and not network.n_averaged
+            if is_waiting or self.at_start.get(network, checksum) != checksum:
+                changed.add(network)
+        self.at_start = {}
+        return changed
 
     def say_optimizers(self) -> None:
         """Say which have stepped, when there are new ones; and schedulers of all that train."""

@@ -519,6 +519,11 @@ def test_a_teacher_made_by_hand(
     frozen.__class__ = Frozen
     evaluated = copy.deepcopy(net)
     weighted = torch.nn.CrossEntropyLoss(weight=torch.ones(2))
+    old = torch.optim.swa_utils.AveragedModel(
+        net
+    )  # of another fold, and nobody uses it
+    old.itself = [old]
+    del old
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     parts = {"teacher": teacher} if is_given else {}
     checkpoints = ddpkit.Checkpoints(
