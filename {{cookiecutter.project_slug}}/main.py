@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Either sets folder.state: best.pt, or the checkpoint to continue from, if there is one.
     if args.eval_only:
         best = folder.best()
-        # Parse again, with the checkpoint's flags as defaults, but for these.
+        # Parse again, with the checkpoint's flags as defaults, except these.
         own = {"output_dir": args.output_dir, "amp": args.amp, "json": args.json}
         args = parse_args(argv, {**best["args"], **own})
     else:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ddpkit.Reporter.check_tracker(args.tracker)
         recipe.check_optimizer(args.optimizer)
     args.amp = recipe.choose_amp(args, device)
-    # What does not exist is refused before data are read.
+    # Fail on unknown names before any data are read.
     pretrained = None if folder.state else args.weights
     check_flags(args, pretrained)
 
@@ -89,12 +89,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.eval_only:
         folder.load(model, val_loader, classes, vars(args))
         found = evaluate(model, val_loader, criterion, metrics, args)
-        # to eval/ in the folder; prints a table, or with --json a line for programs
+        # writes eval/ in the folder; prints a table, or with --json one line of JSON
         report.write_evaluation(found, model, val_loader, args.json)
         return
 
-    # Another order in each epoch, from which a run also resumes within an epoch; the last
-    # images, too few for a step of all ranks, are left out. Or a DataLoader of your own.
+    # Shuffles anew in each epoch, and resumes in mid-epoch. Drops the last images if
+    # they do not fill a step on all ranks. You can also use your own DataLoader.
     train_loader = ddpkit.train_loader(
         train_set,
         args.batch_size,
@@ -104,12 +104,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         workers=args.workers,
         virtual_ranks=args.virtual_ranks,
     )
-    # Training changes `trained`. With --ema, `model` is its average; `model` is what is
-    # evaluated, saved and predicted with.
+    # The optimizer updates `trained`, which is `model` itself or, with --ema, the
+    # network that `model` is the average of. `model` is evaluated and predicts.
     ema = recipe.Ema(model, args.ema) if args.ema else None
     trained = ema.trained if ema else model
     if args.compile:
-        trained.compile()  # in place: the names in checkpoints stay
+        trained.compile()  # in place: keeps the names in checkpoints
     optimizer = recipe.build_optimizer(trained, args)
     # Optimizer steps; len(train_loader) is the number of this rank's batches.
     steps = ddpkit.Run.steps_per_epoch(train_loader, args.accumulate)
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model=model,
         trained=trained,
         criterion=criterion,
-        # All parts of the state; what else has a state_dict is saved as name=part.
+        # The whole state. Add anything else that has a state_dict as name=object.
         optimizer=optimizer,
         scheduler=scheduler,
         scaler=scaler,
@@ -136,15 +136,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # After a signal all ranks stop at the same step, save, and exit with status 75.
     with run:
-        # On one batch: a mistake in evaluate() costs no epoch.
+        # One validation batch: a bug in evaluate() shows before the first epoch.
         run.sanity_check(evaluate, criterion, metrics, args)
         frozen = []
         if run.epoch < args.freeze_backbone:
             frozen = recipe.freeze_backbone(trained)
         ddp_model = wrap(trained, args.virtual_ranks)
-        # On resume all variables start anew: counts, lists, tensors (a queue, averaged
-        # weights), generators. Keep them in numbers = run.numbers(mine=0), and change
-        # numbers.mine before run.end_epoch; for next(it), it = run.forever(loader).
+        # A resumed run does not restore your own variables: counters, lists, tensors (a
+        # queue), generators. Use numbers = run.numbers(mine=0), and change numbers.mine
+        # before run.end_epoch; instead of it = iter(loader), it = run.forever(loader).
         for epoch in range(run.epoch, args.epochs):
             if run.is_out_of_patience(args.patience):
                 break
@@ -155,13 +155,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             means = train_one_epoch(
                 run, ddp_model, criterion, optimizer, scheduler, scaler, ema, args
             )
-            run.save()  # whatever fails from here on costs no epoch
+            run.save()  # an error below does not lose the epoch
             results, confusion, worst = evaluate(
                 model, val_loader, criterion, metrics, args
             )
             lr = optimizer.param_groups[-1]["lr"]  # not the backbone's
-            # Saves last.pt, and best.pt if BEST of model.py is better than ever. What you
-            # step once in an epoch goes above this line.
+            # Saves last.pt, and best.pt if BEST (a metric, see model.py) improved. Step
+            # your own per-epoch scheduler above this line.
             is_best = run.end_epoch({**means, **results, "lr": lr})
             if is_best:
                 run.draw(confusion, worst)
@@ -174,8 +174,8 @@ def wrap(
     if virtual_ranks:
         return ddpkit.VirtualRanks(model, virtual_ranks)
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # BatchNorm's statistics become those of rank 0 at the end of an epoch, not in each
-    # pass. Not an argument above, of which newer versions of torch warn.
+    # Broadcast BatchNorm's statistics once an epoch, in run.means(), not in each
+    # forward pass. Set here because newer versions of torch warn about the argument.
     ddp_model.broadcast_buffers = False
     return ddp_model
 
@@ -192,34 +192,34 @@ def train_one_epoch(
 ) -> dict[str, float]:
     """Train on this rank's share of the rest of the epoch; return train_loss, of all ranks."""
     world_size = run.ranks  # as torch.distributed's, or --virtual-ranks
-    # Worth its time, as all batches have one shape.
+    # Tunes kernels once: all training batches have the same shape.
     torch.backends.cudnn.benchmark = not args.deterministic
-    recipe.set_training(ddp_model)  # train(), but for what is frozen
-    # step: of this epoch, also after a resume. batches: the --accumulate of the step, each on
-    # the device when its turn comes. Given ddp_model to check that this is what is trained.
+    recipe.set_training(ddp_model)  # train(), except frozen modules
+    # step: counted within the epoch, also after a resume. batches: --accumulate of
+    # them, moved to the device one by one. ddp_model: to check that each step calls it.
     for step, batches in run.steps(ddp_model):  # noqa: B007
-        # Batches hold unequal numbers of labelled pixels, and a mean of means would be
-        # wrong: all losses of a step are divided by the number of labels in all its
-        # batches on all ranks, or 1e-6 if there are none.
+        # Batches have different numbers of labelled pixels, so a mean of means would be
+        # wrong: divide each loss by the number of labels in all batches of the step on
+        # all ranks (1e-6 if there are none).
         batch_counts = [criterion.count(targets) for targets in batches.targets]
         count = ddp.reduce_tensor(torch.stack(batch_counts).sum()).clamp(min=1e-6)
         losses = []
         for n, (images, targets, *_) in enumerate(batches, 1):
-            rank = run.rank  # noqa: F841  for conditions of breakpoints, as rank == 1
-            # As many labels as before: `count` has them.
+            rank = run.rank  # noqa: F841  for conditional breakpoints: rank == 1
+            # Must keep the number of labels: `count` includes them.
             images, targets = transform_batch(images, targets, args, len(run.classes))
-            # DDP averages the gradients over the ranks in backward(), once in a step: before
-            # its last batch this does what no_sync() does.
+            # DDP averages the gradients over the ranks in backward(), once per step:
+            # for all batches but the last this is what no_sync() does.
             ddp_model.require_backward_grad_sync = n == len(batches)
             with recipe.autocast(args.amp, images.device):
                 outputs = ddp_model(images)
             logits = ddpkit.to_logits(outputs)
-            # A sum / count; times world_size, because DDP divides by that.
-            # A mean over the batch that you add to it, below, is mean / len(batches).
+            # sum / count, times world_size because DDP divides by it. To add a loss
+            # that is a mean over the batch, add mean / len(batches) below.
             loss = criterion(logits, targets) * world_size / count
             scaler.scale(loss).backward()
             losses.append(loss.detach())
-        # What changes gradients comes between this line and scaler.step.
+        # Change gradients between this line and scaler.step.
         scaler.unscale_(optimizer)
         grad_norm = None
         if args.clip_grad_norm or run.is_logged:
@@ -232,11 +232,11 @@ def train_one_epoch(
         scheduler.step()
         if ema:
             ema.update(run.step)
-        # Counts and logs the step. To count more: correct=(right, len(targets)), for whose
-        # share over all steps and ranks, as run.means() returns it, or a number for its sum.
-        # A sum in a local variable misses the steps before a resume.
+        # Counts and logs the step. Your own numbers: correct=(right, len(targets)) is a
+        # ratio, n=number a sum, over all steps and ranks, which run.means() returns; a
+        # local variable would miss the steps before a resume.
         run.end_step(losses, count, grad_norm)
-    # All ranks call this. It also gives them the BatchNorm statistics of rank 0.
+    # Call it on all ranks. It also gives them rank 0's BatchNorm statistics.
     return run.means()
 
 
@@ -254,13 +254,13 @@ def evaluate(
     which DDP would wait.
     """
     device = next(model.parameters()).device
-    torch.backends.cudnn.benchmark = False  # takes seconds for each image size
+    torch.backends.cudnn.benchmark = False  # it would tune for each image size
     metrics.reset()
     place = ddp.sum_device(device)
     losses = []
     batch_counts = []
     worst = ddpkit.TopLosses(device, every=args.eval_only)
-    # Meanwhile the network is in evaluation mode.
+    # Switches the model to evaluation mode, and back at the end.
     for images, targets, *_, indices in ddpkit.eval_batches(loader, model):
         with recipe.autocast(args.amp, device):
             logits = infer(model, images, args)

@@ -47,7 +47,7 @@ IMPORTS = "\n\ndef main(argv"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
 END = "        run.end_step(losses, count, grad_norm)"
-SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
+SAVE = "            run.save()  # an error below does not lose the epoch\n"
 ONE_GROUP = (OPTIMIZER, OPTIMIZER.replace("groups", "model.parameters()"))
 TWO_LAMBDAS = (
     SCHEDULER,
@@ -245,7 +245,7 @@ build_metrics = lambda *_: MetricCollection({"ap": MulticlassAveragePrecision(6)
     assert not (out / "per_class.csv").exists()  # no confusion matrix
 
 
-INSIDE = "        # Batches hold unequal numbers"
+INSIDE = "        # Batches have different numbers"
 SHORTER = (INSIDE, f"        if run.step == 2 * run.epoch + 2: break\n{INSIDE}")
 
 
@@ -265,13 +265,13 @@ LOSS = "            loss = criterion(logits, targets) * world_size / count\n"
 ZERO = "        optimizer.zero_grad()\n"
 JUDGE = "                model, val_loader, criterion, metrics, args\n            )\n            lr"
 SAMPLER = "        accumulate=args.accumulate,\n        seed=args.seed,\n"
-WRAPPED = "        ddp_model = wrap(trained, args.virtual_ranks)\n        # On"
+WRAPPED = "        ddp_model = wrap(trained, args.virtual_ranks)\n        # A resumed"
 FREEZE = "        model.fc.requires_grad_(False)\n"
 FREEZE += "        ddp_model = wrap(trained, args.virtual_ranks)\n"
 FREEZE += "        model.fc.requires_grad_()\n"
-FREEZE += "        # On"
+FREEZE += "        # A resumed"
 FROZEN = "        ddp_model = wrap(trained, args.virtual_ranks)\n"
-FROZEN += "        model.fc.requires_grad_(False)\n        # On"
+FROZEN += "        model.fc.requires_grad_(False)\n        # A resumed"
 MISUSES = {  # more of a step: test_own_steps.py
     "a sum": (
         [(LOSS, LOSS.replace(" * world_size / count", ""))],
