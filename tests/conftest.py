@@ -45,7 +45,8 @@ def nobody_stays() -> Iterator[None]:
     yield
     forgotten = generated.LIVE - before
     generated.LIVE.intersection_update(before)
-    assert not generated.left(0)
+    # the resource tracker of Python 3.14 ends a moment after its process
+    assert not generated.left(5 if sys.version_info >= (3, 14) else 0)
     assert not forgotten
 
 
