@@ -325,7 +325,13 @@ class Ours:
         criterion = self.bench.criterion
         args = self.bench.args
         main.train_one_epoch(
-            run, self.ddp_model, criterion, **self.parts, ema=None, args=args
+            run,
+            run.train_loader,
+            self.ddp_model,
+            criterion,
+            **self.parts,
+            ema=None,
+            args=args,
         )
 
 

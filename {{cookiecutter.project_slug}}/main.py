@@ -153,7 +153,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                     param.requires_grad_(True)
                 ddp_model = wrap(trained, args.virtual_ranks)
             means = train_one_epoch(
-                run, ddp_model, criterion, optimizer, scheduler, scaler, ema, args
+                run,
+                train_loader,
+                ddp_model,
+                criterion,
+                optimizer,
+                scheduler,
+                scaler,
+                ema,
+                args,
             )
             run.save()  # an error below does not lose the epoch
             results, confusion, worst = evaluate(
@@ -182,6 +190,7 @@ def wrap(
 
 def train_one_epoch(
     run: ddpkit.Run,
+    train_loader: DataLoader,
     ddp_model: DistributedDataParallel | ddpkit.VirtualRanks,
     criterion: ddpkit.Criterion,
     optimizer: torch.optim.Optimizer,
@@ -197,7 +206,7 @@ def train_one_epoch(
     recipe.set_training(ddp_model)  # train(), except frozen modules
     # step: counted within the epoch, also after a resume. batches: --accumulate of
     # them, moved to the device one by one. ddp_model: to check that each step calls it.
-    for step, batches in run.steps(ddp_model):  # noqa: B007
+    for step, batches in run.steps(train_loader, ddp_model):  # noqa: B007
         # Batches have different numbers of labelled pixels, so a mean of means would be
         # wrong: divide each loss by the number of labels in all batches of the step on
         # all ranks (1e-6 if there are none).

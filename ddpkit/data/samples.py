@@ -36,9 +36,9 @@ WANTED = (
 )
 UNLABELLED = (255, -100)  # pixels: in masks, and what torch's losses leave out
 DIFFERS = (
-    "two reads of it differ, so this run can be neither repeated nor resumed to the bit: what "
-    "augments it has a generator of its own; draw from random, numpy.random or torch, or seed the "
-    "generator in __getitem__ with torch.initial_seed()"
+    "two reads of it differ, so this run can be neither repeated nor resumed to the bit: it "
+    "depends on earlier reads (a cache, a counter), or on a generator of its own; draw from "
+    "random, numpy.random or torch, or seed the generator in __getitem__ with torch.initial_seed()"
 )
 MapDataset = Any  # with len and samples by number
 # Of lists `samples`, which it keeps: of a million a checksum takes seconds, and a start asks for it

@@ -41,10 +41,6 @@ def find_source(
             )
     check_formats(loader, val_loader)
     if not isinstance(loader, Loader):
-        distributed.print0(
-            "the training loader is not ddpkit.train_loader(...): to resume within an epoch its "
-            "batches of before are read again"
-        )
         return OtherSource(loader, accumulate, seed)
     if loader.sampler.accumulate != accumulate:
         raise UserError(
@@ -88,6 +84,11 @@ def _dealt(loader: object) -> Iterator[list]:
     if isinstance(loader, First):
         return iter(loader)
     if isinstance(loader, Loader):
+        if loader.is_train:
+            raise UserError(
+                "eval_batches of ddpkit.train_loader(...): to evaluate on training images give it "
+                "ddpkit.val_loader(train_set, ...)"
+            )
         return batches_by_size(loader.raw())
     check_share(loader, "val")
     return numbered(drawn(loader, 0))

@@ -4,6 +4,7 @@ import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,14 +53,22 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
 
 def code() -> dict[str, int]:
     """Return a checksum of each file that is imported of the project, and one of ddpkit."""
+    sums = {}
+    for path in modules():
+        sums[path.name] = zlib.crc32(path.read_bytes())
+    library = sorted(FOLDER.rglob("*.py"))
+    sums["ddpkit"] = zlib.crc32(b"".join(path.read_bytes() for path in library))
+    return sums
+
+
+def modules() -> dict[Path, ModuleType]:
+    """Return the modules that are imported of the project, by file."""
     root = process.project()
     names = {each.name for each in root.iterdir() if each.is_file()}
-    sums = {}
+    found = {}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "")
         # most are of libraries: to resolve them all takes long
         if path.name in names and path.resolve().parent == root:
-            sums[path.name] = zlib.crc32(path.read_bytes())
-    library = sorted(FOLDER.rglob("*.py"))
-    sums["ddpkit"] = zlib.crc32(b"".join(path.read_bytes() for path in library))
-    return sums
+            found[path.resolve()] = module
+    return found

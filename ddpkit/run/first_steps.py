@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpkit.data.format import VOID
 from ddpkit.ranks import distributed, replicas
@@ -46,7 +47,8 @@ class FirstSteps:
         self.has_criterion = criterion is not None
         scalers = [part for part in parts.values() if isinstance(part, GradScaler)]
         self.scalers = [each for each in scalers if each.is_enabled()]
-        self.hooks = [optimizer.register_step_pre_hook(replicas.check_step)]
+        # not the optimizer's own, which one by hand may lack
+        self.hooks = [register_optimizer_step_pre_hook(self._check_step)]
         if criterion is not None:
             watch = criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
             self.hooks.append(watch)
@@ -90,6 +92,10 @@ class FirstSteps:
             self.of_criterion += slope * value / self.scale
 
         loss.register_hook(note_slope)
+
+    def _check_step(self, optimizer: Optimizer, *_: object) -> None:
+        if optimizer in with_inner(self.optimizer):
+            replicas.check_step(optimizer)
 
     def _check_cleared(self, before: list[tuple[Tensor, int]]) -> None:
         """Look at the gradients that there were when the loss was worked out."""

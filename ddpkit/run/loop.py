@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddpkit.data import normalizing, samples, sources
 from ddpkit.data.format import Format
@@ -31,7 +32,7 @@ from ddpkit.run.progress import (
     progress_line,
     say_batches,
 )
-from ddpkit.run.resuming import Checkpoints, Phase, Steps, is_later
+from ddpkit.run.resuming import IN_LOOP, Checkpoints, Phase, Steps, is_later
 from ddpkit.run.states import State
 
 # of a checkpoint, besides KEYS
@@ -143,7 +144,7 @@ class Run(Checkpoints):
         run = ddpkit.Run(folder, train_loader, val_loader, classes, report=report, ...)
         with run:
             for epoch in range(run.epoch, args.epochs):
-                for step, batches in run.steps(ddp_model):
+                for step, batches in run.steps(train_loader, ddp_model):
                     ...
     """
 
@@ -196,10 +197,16 @@ class Run(Checkpoints):
             accumulate,
             seed=kept.get("seed", 0),
         )
+        if isinstance(self.source, OtherSource):
+            distributed.print0(
+                "the training loader is not ddpkit.train_loader(...): to resume within an epoch "
+                "its batches of before are read again"
+            )
+        self.first_place = self._place()
+        self.place = self.first_place  # that of the images that are `seen`
+        self.last_lr_step: int | None = None  # of the scheduler in a checkpoint
         self.seen = 0
         self.sums = Sums(self.source.ranks, report.steps.every > 0)
-        passes = self.source.passes * distributed.world_size()  # of a step
-        self.batch_size = self.source.global_batch // passes
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
         self.history: list[Row] = list(state.get("history", ()))
         super().__init__(
@@ -246,6 +253,12 @@ class Run(Checkpoints):
     @property
     def best_epoch(self) -> int:
         return self.chosen.epoch
+
+    @property
+    def batch_size(self) -> int:
+        """Images of a pass on one rank."""
+        passes = self.source.passes * distributed.world_size()  # of a step
+        return self.source.global_batch // passes
 
     @property
     def is_logged(self) -> bool:
@@ -299,47 +312,75 @@ class Run(Checkpoints):
     def _load(self, state: State) -> None:
         self._check_kind(state)
         self._say_differences(state)
-        self._go_on(state)
+        self.epoch = state["epoch"]
+        self.step = self.first_step = state["step"]
+        self.seen = state["seen"]
+        self.done = self.seen // self.source.global_batch
+        if self.seen:
+            self.sums.resume(state)
+        self.place = {name: state.get(name) for name in self.first_place}
+        self.last_lr_step = state["scheduler"].get("last_epoch")
+        if not self.seen:  # else `steps` does, with the loader of the epoch
+            self._compare_places(self.first_place)
         state.setdefault("criterion", {})  # which it may have had no need of
         saved = {}
         for name, each in state.items():
             if name in self.parts or is_later(name):
                 saved[name] = each
-        mine = self._own_states(state, saved)
-        step = self._schedule_step(state)
-        state |= mine
+        state |= self._own_states(state, saved)
         remedy = checkpoint.to_undo(state, self.classes, self.flags)
+        step = self._schedule_step()
         states.load_states(state, self.parts, state, remedy, step)
 
-    def _go_on(self, state: State) -> None:
-        """Go on where the checkpoint was; if other batches would follow, at the epoch's start."""
-        self.epoch = state["epoch"]
-        self.step = self.first_step = state["step"]
-        if not state["seen"]:
-            return
-        order = self.source.order
-        has_other_steps = state["global_batch"] != self.source.global_batch
+    def _place(self) -> State:
+        """Return what decides which images follow, besides the epoch and `seen`."""
+        return {**self.source.order, "global_batch": self.source.global_batch}
+
+    def _take_loader(self, loader: Any) -> None:
+        """Read this one from here on; a run that resumes with others starts its epoch over."""
+        if loader is not self.train_loader:
+            agreement.check_alike(self.classes, training=loader)
+            self.source = sources.find_source(
+                loader, self.val_loader, self.accumulate, self.seed
+            )
+            self.train_loader = loader
+        place = self._place()
+        if self.seen and self.step == self.first_step:  # it goes on in this epoch
+            self._compare_places(place)
+            scheduler = self.parts.get("scheduler")
+            step = self._schedule_step()
+            if type(scheduler) is LambdaLR and scheduler.last_epoch != step:
+                states.follow(scheduler, step)
+                self.saved_sums = self._checksums(self.saved_sums)
+        self.place = place
+
+    def _compare_places(self, now: State) -> None:
+        """Say how the batches differ from those of a checkpoint; go to the epoch's start."""
+        then = self.place
+        sizes = "--batch-size x ranks x --accumulate", "--lr"
+        say_batches(then["global_batch"], now["global_batch"], *sizes)
+        has_other_steps = then["global_batch"] != now["global_batch"]
         reason = ""
         if isinstance(self.source, OtherSource) and has_other_steps:
             reason = "the training loader cannot continue with other ranks or batches"
-        elif any(state.get(name) != value for name, value in order.items()):
+        elif {**then, "global_batch": now["global_batch"]} != now:
             reason = "the images, --seed or the sampler have changed"
-        if reason:
+        if self.seen and reason:
             distributed.print0(f"{reason}: the epoch starts over")
-            return
-        self.seen = state["seen"]
+            self.seen = 0
+            self.sums.clear()
+            self.last_lr_step = None
+        elif then["training_set"] not in (None, now["training_set"]):
+            distributed.print0("other training images than before the stop")
+        if has_other_steps or then["images"] != now["images"]:
+            self.last_lr_step = None
         self.done = self.seen // self.source.global_batch
-        self.sums.resume(state)
 
-    def _schedule_step(self, state: State) -> int:
+    def _schedule_step(self) -> int:
         """Return at which optimizer step a schedule goes on that follows the flags of now."""
-        then = (state["images"], state["global_batch"], state["seen"])
-        if then == (self.source.total, self.source.global_batch, self.seen):
-            # What was, also if epochs have ended early.
-            known = state["scheduler"].get("last_epoch")
-            if known is not None:
-                return known
-        return self.epoch * self.source.steps + self.done
+        if self.last_lr_step is None:
+            return self.epoch * self.source.steps + self.done
+        return self.last_lr_step  # what was, also if epochs have ended early
 
     def _check_kind(self, state: State) -> None:
         """Raise a UserError if the checkpoint's weights are an average, or of other images."""
@@ -363,13 +404,7 @@ class Run(Checkpoints):
             line += f"; --virtual-ranks {before} then, {virtual} now: other bits follow"
         elif ranks != now and not virtual:
             line += f"; {ranks} rank(s) then, {now} now: BatchNorm, dropout and rounding differ"
-        known = (None, self.source.order["training_set"])
-        # within an epoch `progress` says it
-        if state.get("training_set") not in known and not state["seen"]:
-            line += "; other training images than then"
         distributed.print0(line + self._place_line(steps, self.source.steps))
-        sizes = "--batch-size x ranks x --accumulate", "--lr"
-        say_batches(state["global_batch"], self.source.global_batch, *sizes)
         changed = checkpoint.changes(state["args"], self.flags)
         if changed:
             distributed.print0(f"changed since then: {changed}")
@@ -444,8 +479,10 @@ class Run(Checkpoints):
 
     # The steps of an epoch.
 
-    def steps(self, *networks: Any) -> Steps:
+    def steps(self, loader: Any, /, *networks: nn.Module) -> Steps:
         """Return a loop over the optimizer steps that are left of the epoch: (step, batches).
+
+        loader: that of Run, or another one for this epoch, as of larger images.
 
         step: of this epoch, from 0. batches: the `accumulate` of a step, (images, targets, ...)
         each, on the device when its turn comes; images: float32 (N, C, H, W), uint8 ones
@@ -454,6 +491,11 @@ class Run(Checkpoints):
 
         networks: those that are trained, in DistributedDataParallel; the first in each step.
         """
+        if isinstance(loader, nn.Module):
+            raise UserError(
+                f"run.steps({type(loader).__name__}): write run.steps(train_loader, ddp_model)"
+            )
+        self._take_loader(loader)
         return Steps(self.source.steps, lambda: self._begin_steps(networks))
 
     def _begin_steps(self, networks: tuple[nn.Module, ...]) -> Iterator:
@@ -509,6 +551,11 @@ class Run(Checkpoints):
         of this rank, by name: numbers to add up, or (sum, count) of a mean; `means` has them of all
         steps and ranks.
         """
+        if self.phase not in IN_LOOP:
+            raise UserError(
+                "run.end_step outside of the loop over run.steps: a loop over the loader itself "
+                "does not resume; write for step, batches in run.steps(train_loader, ddp_model)"
+            )
         for ddp_model, network in self.stepped:
             replicas.check_called(ddp_model)
             if not network.training:
@@ -578,18 +625,20 @@ class Run(Checkpoints):
         The numbers are rank 0's; a line says which differ between ranks. What is stepped after it,
         such as a scheduler, is saved, too, when `steps` is called, or the `with` block ends.
         """
-        stopping.agree()
+        # Before any collective: another rank may be in one of evaluate().
         if self.model.training and self.model not in sources.judged:
             raise UserError(
-                "evaluate() judged another network than Run(model=...), which is saved: that is "
-                "in training mode; evaluate it, by ddpkit.eval_batches(loader, model) or after "
-                "model.eval(); to save an average of it: Run(model=average.module, trained=model, "
-                "average=average)"
+                f"rank {distributed.rank()} has not evaluated Run(model=...), which is saved: all "
+                "ranks have to call evaluate(), with that network, by ddpkit.eval_batches(loader, "
+                "model) or after model.eval(); to save an average of it: Run(model=average.module, "
+                "trained=model, average=average)"
             )
+        stopping.agree()
         self._choose_score(row)
         row = self._agreed(checkpoint.to_plain(dict(row)))
         self.epoch += 1
         self.done = self.seen = 0
+        self.place = self.first_place
         self.sums.clear()
         self._begin_epoch()
         position = {"epoch": self.epoch, "step": self.step}
@@ -662,11 +711,10 @@ class Run(Checkpoints):
         parts = state.pop("parts")
         state |= {"scheduler": {}, **parts}
         state |= self.about
-        state |= self.source.order
+        state |= self.place
         state |= self.chosen.state()
         state |= {
             "sums": sums,
-            "global_batch": self.source.global_batch,
             "seen": self.seen,
             "history": self.history,
         }

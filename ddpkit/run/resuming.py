@@ -520,8 +520,9 @@ class Checkpoints:
             return
         distributed.print0(
             f"warning: a scheduler or another part was changed before {self.name}.steps(), which "
-            "a run that is resumed in that epoch does once more: do that at the end of the loop "
-            f"over epochs, or before {type(self).__name__}(...) is made"
+            "a run that is resumed in that epoch does once more: right if that sets values by the "
+            "epoch; scheduler.step() goes to the end of the loop over epochs, or before "
+            f"{type(self).__name__}(...) is made"
         )
 
     def _checksums(self, names: Iterable[str]) -> dict[str, int]:
@@ -672,8 +673,8 @@ class Checkpoints:
             return ""
         where = "after its last step" if done == steps else f"at step {done + 1}"
         return (
-            f"; resuming {where}, where variables of your loop start anew, except "
-            f"{self.name}.numbers(...)"
+            f"; resuming {where}, where variables of your loop, and counts of enumerate, start "
+            f"anew, except {self.name}.numbers(...)"
         )
 
     def _own_states(self, state: State, saved: State) -> State:

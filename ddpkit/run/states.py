@@ -75,8 +75,11 @@ def take_states(parts: Parts) -> State:
         for leaf in leaves_of(state):
             if not isinstance(leaf, Tensor):
                 if type(leaf) not in TAKEN:
-                    kind = f"{type(leaf).__name__}, which torch.load(weights_only=True) refuses"
-                    raise UserError(f"{name}: its state_dict has a {kind}")
+                    raise UserError(
+                        f"{name}: its state_dict has a {type(leaf).__name__}, which torch.load("
+                        "weights_only=True) refuses: use numbers, texts, tensors, and lists and "
+                        "dicts of them; what has a state_dict itself is given by its own name"
+                    )
             elif is_saved and not leaf.is_meta:
                 copies[id(leaf)] = leaf.detach().cpu()
     return copy.deepcopy(states, copies) if is_saved else states

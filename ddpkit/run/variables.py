@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpkit.ranks import distributed, module_state, process, replicas
-from ddpkit.run import states
+from ddpkit.run import agreement, states
 
 FEW = 100  # items of a list, at each end, and of a dict, that are looked at
 MOST_NUMBERS = 4096  # of a tensor that are
@@ -111,7 +111,8 @@ class LoopVariables:
         distributed.print0(
             f"warning: {', '.join(plain)} {what}; no checkpoint has variables: use {self.name}"
             f".numbers({plain[0].rpartition('.')[2]}=...) for numbers, lists and tensors, "
-            f"{self.name}.common for random numbers, and epoch >= N, not =="
+            f"{self.name}.common for random numbers, and epoch >= N, not ==; give what has a "
+            "state_dict to the class that saves, by name"
         )
 
     def changes(
@@ -138,9 +139,9 @@ class LoopVariables:
 def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
     """Return those of the variables of the script's functions, from the outermost that has `run`.
 
-    Also of the attributes of its own objects and of networks, but for what is in `parts`. Names of
-    variables of inner functions begin with the function's. reader: only those that the rest of the
-    "epoch", or the "next epoch", reads before it sets them again.
+    Also of the project's modules, and of the attributes of its own objects and of networks, but for
+    what is in `parts`. Names begin with the inner function's, or the module's. reader: only those
+    that the rest of the "epoch", or the "next epoch", reads before it sets them again.
     """
     known = {id(run)}
     for part in parts.values():
@@ -148,15 +149,7 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
         if not isinstance(part, nn.Module) or states.is_metric(part):
             known.add(id(part))
     found = {}
-    for function, frame in functions(run):
-        variables = variables_of(frame)
-        if not function:  # and those that it may declare global
-            variables = {**frame.f_globals, **variables}
-        needed = {*variables}
-        if reader:
-            code = frame.f_code
-            needed = read_later(code, frame.f_lasti, reader) | names_in(code)
-            needed |= frame.f_globals.keys() - {*code.co_names}
+    for function, variables, needed in scopes(run, reader):
         for name, value in variables.items():
             with contextlib.suppress(Exception):  # of objects of libraries
                 value = replicas.bare(value)
@@ -171,6 +164,28 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
             for attribute, each in parts_of(value, reader != "next epoch"):
                 found[function + name + attribute] = short_hash(each)
     return found
+
+
+def scopes(run: object, reader: str) -> Iterator[tuple[str, dict, set[str]]]:
+    """Yield the variables of functions, and of modules, and which of them may be read.
+
+    With what their names begin with.
+    """
+    others = {id(vars(module)): module for module in agreement.modules().values()}
+    for function, frame in functions(run):
+        variables = variables_of(frame)
+        if not function:  # and those that it may declare global
+            variables = {**frame.f_globals, **variables}
+        needed = {*variables}
+        if reader:
+            code = frame.f_code
+            needed = read_later(code, frame.f_lasti, reader) | names_in(code)
+            needed |= frame.f_globals.keys() - {*code.co_names}
+        others.pop(id(frame.f_globals), None)
+        yield function, variables, needed
+    for module in others.values():
+        variables = dict(vars(module))
+        yield f"{module.__name__}.", variables, {*variables}
 
 
 def functions(run: object) -> Iterator[tuple[str, types.FrameType]]:

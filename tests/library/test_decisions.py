@@ -109,7 +109,7 @@ def train(
             before(run, scheduler)
             ddp_model = nn.parallel.DistributedDataParallel(net)
             ddp_model.train()
-            for number, (_, batches) in enumerate(run.steps(ddp_model), 1):
+            for number, (_, batches) in enumerate(run.steps(loader, ddp_model), 1):
                 counts = [criterion.count(targets) for targets in batches.targets]
                 count = distributed.reduce_tensor(sum(counts))
                 losses: list[Tensor] = []

@@ -108,7 +108,7 @@ def test_what_is_not_saved(project, data, trained, tmp_path, patch, code, text):
 def test_ranks_that_wait(project, data, tmp_path, rank, act, state, hint):
     """One block: where each group of ranks is, with its stack, and what that usually means."""
     text = (project.folder / "main.py").read_text()
-    line = text[: text.index("run.steps(ddp_model)")].count("\n") + 1
+    line = text[: text.index("run.steps(train_loader, ddp_model)")].count("\n") + 1
 
     def patch() -> None:
         process.project = lambda: project.folder

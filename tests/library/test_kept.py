@@ -19,6 +19,7 @@ from ddpkit.data import samples
 from ddpkit.ranks import distributed
 
 EPOCHS = 2
+SIZES = 2, 3  # of batches, by epoch
 
 
 class More(Points):
@@ -55,18 +56,21 @@ def train(out: Path, dies_after: int = 0) -> tuple[Any, list, ddpkit.Run]:
     with torch.no_grad():
         net[1].bias.fill_(3)  # by hand, in each start
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
     how = {"classes": CLASSES, "workers": 0}
     val = ddpkit.val_loader(More(), 4, **how)
+    # larger batches in the second epoch
+    loaders = [ddpkit.train_loader(More(), size, accumulate=2, **how) for size in SIZES]
     criterion = ddpkit.Criterion(Counting(), CLASSES, "mean")
     run = ddpkit.Run(
         folder,
-        ddpkit.train_loader(More(), 2, accumulate=2, **how),
+        loaders[0],
         val,
         CLASSES,
         model=net,
         criterion=criterion,
         optimizer=optimizer,
-        scheduler=None,
+        scheduler=scheduler,
         report=ddpkit.Reporter(out, EPOCHS, CLASSES),
         accumulate=2,
         save_every=1,
@@ -80,7 +84,7 @@ def train(out: Path, dies_after: int = 0) -> tuple[Any, list, ddpkit.Run]:
         for epoch in range(run.epoch, EPOCHS):
             model.train()
             net[2].eval()  # which evaluation leaves so
-            for step, batches in run.steps(model):
+            for step, batches in run.steps(loaders[epoch], model):
                 count = sum(criterion.count(targets) for targets in batches.targets)
                 count = distributed.reduce_tensor(count)
                 step_loss: Tensor | float = 0.0
@@ -94,11 +98,12 @@ def train(out: Path, dies_after: int = 0) -> tuple[Any, list, ddpkit.Run]:
                     right += (outputs.argmax(1) == targets).sum()
                 optimizer.step()
                 optimizer.zero_grad()
+                scheduler.step()
                 numbers.steps.append(step)
                 numbers.common.append(run.common.random())
                 numbers.own.append(run.own.random())
                 numbers.read.append(next(second).item())
-                sums = {"right": (right, 4), "calls": 1}
+                sums = {"right": (right, 2 * SIZES[epoch]), "calls": 1}
                 if run.step == 1:  # on one rank
                     sums["lost"] = math.nan if distributed.rank() else 1.0
                 run.end_step(step_loss, count, **sums)
@@ -119,29 +124,29 @@ def test_what_a_run_keeps(tmp_path: Path) -> None:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         numbers, whole, _ = train(tmp_path / "whole")
-    steps = len(numbers.steps) // EPOCHS
-    assert steps >= 3
-    assert numbers.steps == [*range(steps)] * EPOCHS
+    steps = [27 // (4 * size) for size in SIZES]  # 2 ranks x 2 passes
+    assert numbers.steps == [*range(steps[0]), *range(steps[1])]
     assert numbers.modes == [[True, False]] * EPOCHS
     assert numbers.read != numbers.read[:5] * (len(numbers.read) // 5 + 1)
-    assert len(set(numbers.common + numbers.own)) == 4 * steps
+    assert len(set(numbers.common + numbers.own)) == 2 * sum(steps)
     everyones = distributed.gather_objects(vars(numbers))
     assert everyones[0]["common"] == everyones[1]["common"]
     assert set(everyones[0]["own"]).isdisjoint(everyones[1]["own"])
-    for row in whole[2]:
-        assert row["calls"] == 2 * steps
-        images = row["right"] * 8 * steps
-        assert 0 < images == round(images) < 8 * steps
+    for row, size, count in zip(whole[2], SIZES, steps, strict=True):
+        assert row["calls"] == 2 * count
+        images = row["right"] * 4 * size * count
+        assert 0 < images == round(images) < 4 * size * count
         assert row["mine"] == 0
     assert math.isnan(whole[2][0]["lost"])
     if not distributed.rank():
         assert said.getvalue().count("mine differs between ranks (0, 1)") == EPOCHS
-    for dies_after in 2, steps + 1:
+    for dies_after in 2, steps[0] + 1:
         with contextlib.redirect_stdout(said), contextlib.suppress(Killed):
             train(tmp_path / "resumed", dies_after)
     if not distributed.rank():
-        assert "resuming at step 2, where variables of your loop start anew" in (
-            said.getvalue()
+        assert (
+            "resuming at step 2, where variables of your loop, and counts of enumerate, start anew"
+            in (said.getvalue())
         )
     again, resumed, _ = train(tmp_path / "resumed")
     assert vars(again) == vars(numbers)
@@ -173,7 +178,7 @@ def test_a_step_in_evaluation_mode(tmp_path: Path) -> None:
     )
     with refusal("loop.end_step", "evaluation mode"), run:
         model = DistributedDataParallel(net).eval()
-        for _, batches in run.steps(model):
+        for _, batches in run.steps(run.train_loader, model):
             for images, _ in batches:
                 loss = model(images).square().mean()
                 loss.backward()

@@ -128,7 +128,8 @@ def test_random_numbers(tmp_path: Path) -> None:
     assert ranks.wait(pids) == [0, 0], ranks.said(stopped / "printed")
     out, _ = ranks.said(stopped / "printed")
     assert re.search(
-        r"resuming at step \d+, where variables of your loop start anew", out
+        r"resuming at step \d+, where variables of your loop, and counts of enumerate, start anew",
+        out,
     )
     assert ends(whole) == ends(stopped)
 

@@ -286,7 +286,9 @@ class Step:
         self.rank = distributed.rank()
         self.ranks = distributed.world_size()
 
-    def steps(self, ddp_model: nn.Module) -> Iterator[tuple[int, loop.Passes]]:
+    def steps(
+        self, _: object, ddp_model: nn.Module
+    ) -> Iterator[tuple[int, loop.Passes]]:
         floats = [(x.float(), targets) for x, targets in self.portions]
         cpu = torch.device("cpu")
         count = len(floats)
@@ -353,7 +355,9 @@ def gradients(
     train = main.train_one_epoch
     if kind == "term":
         train = with_a_term(train)
-    train(step, main.wrap(net), criterion, optimizer, scheduler, scaler, ema, args)
+    train(
+        step, None, main.wrap(net), criterion, optimizer, scheduler, scaler, ema, args
+    )
     scheduler.step.assert_called_once_with()
     ema.update.assert_called_once_with(step.step)
     return optimizer.kept, step.ended

@@ -97,7 +97,7 @@ def with_run(folder_path: Path) -> list:
     with run:
         model = DistributedDataParallel(net)
         for epoch in range(run.epoch, EPOCHS):
-            for _, batches in run.steps(model):
+            for _, batches in run.steps(run.train_loader, model):
                 count = sum(criterion.count(targets) for targets in batches.targets)
                 count = distributed.reduce_tensor(count)
                 for images, targets in batches:

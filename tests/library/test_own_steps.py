@@ -83,7 +83,7 @@ def train(
     code = compile(step, "step", "exec")
     with run:
         ddp_model = DistributedDataParallel(net)
-        for _, batches in run.steps(net if is_bare else ddp_model):
+        for _, batches in run.steps(run.train_loader, net if is_bare else ddp_model):
             marked = [(x, t.where(x[:, 0, 0, 0] > 0.3, VOID)) for x, t in batches]
             exec(code, {**names, "ddp_model": ddp_model, "batches": marked})
         mean = run.means()["train_loss"]
