@@ -131,6 +131,9 @@ def check_called(ddp_model: nn.Module) -> None:
             "end the step once"
         )
     _called.discard(ddp_model)
+    if isinstance(ddp_model, DistributedDataParallel):
+        # of weights that had no part in a backward pass; else the next collective would hang
+        ddp_model._check_reducer_finalized()
 
 
 def sync_networks(parts: Iterable[object]) -> None:

@@ -45,13 +45,11 @@ class Criterion(nn.Module):
         reduction: str = "",
     ) -> None:
         super().__init__()
-        self.loss = loss
         self.num_classes = len(classes)
         self.counts = getattr(loss, "count", None)
-        self.ignored = getattr(loss, "ignore_index", None)
         self.is_regression = isinstance(loss, REGRESSIONS)
-        said = SUM if self.counts else getattr(loss, "reduction", None)
-        self.kind = said or reduction
+        self.unsaid = reduction
+        self.loss = loss  # last: what is set after it may be an attribute of the loss
         if self.kind not in (SUM, MEAN):
             raise UserError(
                 f'the loss of model.py has reduction="{self.kind}": give it an attribute '
@@ -59,6 +57,21 @@ class Criterion(nn.Module):
                 "over the labels; if neither, return a sum, with a method count(targets) of what "
                 "it is divided by"
             )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the loss that has it, such as `label_smoothing`; else its own."""
+        loss = (
+            None if name in vars(self) else vars(self).get("_modules", {}).get("loss")
+        )
+        if loss is not None and hasattr(loss, name):
+            setattr(loss, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def kind(self) -> str:
+        said = SUM if self.counts else getattr(self.loss, "reduction", None)
+        return said or self.unsaid
 
     def forward(self, outputs: Outputs, targets: Any, *more: Any) -> Tensor:
         """Return the sum over the labels, a scalar."""
@@ -109,8 +122,9 @@ class Criterion(nn.Module):
 
     def _are_labels(self, targets: Tensor) -> Tensor:
         # of torch's losses, for which any other is a label
-        if self.ignored is not None:
-            return targets != self.ignored
+        ignored = getattr(self.loss, "ignore_index", None)
+        if ignored is not None:
+            return targets != ignored
         if self.num_classes <= 1 and targets.ndim == 1:
             return torch.ones_like(targets, dtype=torch.bool)
         is_label = targets >= 0

@@ -224,6 +224,7 @@ class Run(Checkpoints):
         # that take each step: in DistributedDataParallel, and without
         self.stepped: list[tuple[nn.Module, nn.Module]] = []
         self.checked_at = time.monotonic()
+        self.speed: dict[str, float] = {}
         self.is_out = False  # of patience
         watched = criterion if isinstance(criterion, Criterion) else None
         self.first_steps = FirstSteps(
@@ -625,6 +626,10 @@ class Run(Checkpoints):
         The numbers are rank 0's; a line says which differ between ranks. What is stepped after it,
         such as a scheduler, is saved, too, when `steps` is called, or the `with` block ends.
         """
+        if self.phase is Phase.EPOCH:
+            raise UserError(
+                "run.end_epoch of an epoch without a loop over run.steps(train_loader, ddp_model)"
+            )
         # Before any collective: another rank may be in one of evaluate().
         if self.model.training and self.model not in sources.judged:
             raise UserError(

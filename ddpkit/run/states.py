@@ -274,7 +274,25 @@ def follow(scheduler: LambdaLR, step: int) -> None:
 def load_optimizer(
     optimizer: Optimizer, saved: State, names: Names, keeps_settings: bool
 ) -> None:
-    """Give an optimizer, and those within it, what `by_name` has returned."""
+    """Give an optimizer, and those within it, what `by_name` has returned.
+
+    Groups that a script has added, as of weights that it unfreezes, are added again.
+    """
+    own = by_name(optimizer, names)["param_groups"]
+    there = {name for group in own for name in group["params"]}
+    weights = {name: weight for weight, name in names.items()}
+    added = []
+    for group in saved["param_groups"]:
+        if group["params"] and there.isdisjoint(group["params"]):
+            added.append(group)
+    for group in added:
+        members = [weights[name] for name in group["params"]]
+        optimizer.add_param_group({**group, "params": members})
+    if added:
+        distributed.print0(
+            f"{len(added)} group(s) of weights were added to the optimizer, and are there now: add "
+            "none twice (if len(optimizer.param_groups) == ...)"
+        )
     within = inner(optimizer)
     then = {key: each.param_groups for key, each in within.items()}
     before = map(id, optimizer.param_groups)

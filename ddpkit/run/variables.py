@@ -111,8 +111,8 @@ class LoopVariables:
         distributed.print0(
             f"warning: {', '.join(plain)} {what}; no checkpoint has variables: use {self.name}"
             f".numbers({plain[0].rpartition('.')[2]}=...) for numbers, lists and tensors, "
-            f"{self.name}.common for random numbers, and epoch >= N, not ==; give what has a "
-            "state_dict to the class that saves, by name"
+            f"{self.name}.forever(loader) for next(it), {self.name}.common for random numbers, "
+            f"{self.name.capitalize()}(NAME=...) for what has a state_dict, and epoch >= N, not =="
         )
 
     def changes(

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from generated import refusal
 from ranks import draw_nothing, on_ranks
@@ -157,13 +158,57 @@ def test_what_a_run_keeps(tmp_path: Path) -> None:
     assert samples.checksum(resumed) == samples.checksum(whole)
 
 
-@on_ranks(2)
-def test_a_step_in_evaluation_mode(tmp_path: Path) -> None:
-    draw_nothing()
-    folder = ddpkit.RunFolder(tmp_path)
+def in_evaluation(run: ddpkit.Run, model: nn.Module) -> None:
+    model.eval()
+    for _, batches in run.steps(run.train_loader, model):
+        for images, _ in batches:
+            loss = model(images).square().mean()
+            loss.backward()
+        run.optimizer.step()
+        run.end_step(loss, torch.tensor(2.0))
+
+
+def a_loop_over_the_loader(run: ddpkit.Run, model: nn.Module) -> None:
+    for images, _ in run.train_loader:
+        loss = model(images).square().mean()
+        loss.backward()
+        run.optimizer.step()
+        run.end_step(loss, torch.tensor(2.0))
+
+
+def no_steps(run: ddpkit.Run, model: nn.Module) -> None:
+    for images, _ in run.train_loader:
+        model(images).square().mean().backward()
+        run.optimizer.step()
+    run.end_epoch({"val_loss": 1.0})
+
+
+def a_model_in_place_of_the_loader(run: ddpkit.Run, model: nn.Module) -> None:
+    run.steps(model)
+
+
+def evaluation_of_training_batches(run: ddpkit.Run, model: nn.Module) -> None:
+    next(ddpkit.eval_batches(run.train_loader, model))
+
+
+MISUSES = [
+    (in_evaluation, "loop.end_step", "evaluation mode"),
+    (a_loop_over_the_loader, "loop.end_step", "outside of the loop over run.steps"),
+    (no_steps, "loop.end_epoch", "without a loop over run.steps"),
+    (
+        a_model_in_place_of_the_loader,
+        "loop.steps",
+        "run.steps(train_loader, ddp_model)",
+    ),
+    (evaluation_of_training_batches, "sources.dealt", "ddpkit.val_loader(train_set"),
+]
+
+
+def tiny(folder_path: Path) -> tuple[ddpkit.Run, nn.Module]:
+    folder = ddpkit.RunFolder(folder_path)
     folder.find_checkpoint()
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    optimizer = ByHand(torch.optim.SGD(net.parameters(), 0.01))
     how = {"classes": CLASSES, "workers": 0}
     run = ddpkit.Run(
         folder,
@@ -172,15 +217,75 @@ def test_a_step_in_evaluation_mode(tmp_path: Path) -> None:
         CLASSES,
         model=net,
         optimizer=optimizer,
-        scheduler=None,
-        report=ddpkit.Reporter(tmp_path, 1, CLASSES),
+        report=ddpkit.Reporter(folder_path, 1, CLASSES),
         best="val_loss",
     )
-    with refusal("loop.end_step", "evaluation mode"), run:
-        model = DistributedDataParallel(net).eval()
-        for _, batches in run.steps(run.train_loader, model):
-            for images, _ in batches:
-                loss = model(images).square().mean()
-                loss.backward()
+    return run, DistributedDataParallel(net)
+
+
+class ByHand(torch.optim.Optimizer):
+    """Around another one, as on many web pages: it does not call Optimizer.__init__."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+        self.defaults = inner.defaults
+
+    def step(self, _: Any = None) -> None:
+        self.inner.step()
+
+    def state_dict(self) -> dict:
+        return self.inner.state_dict()
+
+
+@on_ranks(2)
+def test_misuses_of_the_loops(tmp_path: Path) -> None:
+    draw_nothing()
+    for number, (misuse, code, words) in enumerate(MISUSES):
+        run, model = tiny(tmp_path / str(number))
+        with refusal(code, words), run:
+            misuse(run, model)
+
+
+def test_a_loss_behind_the_criterion() -> None:
+    """What is set on the criterion is set on the loss that has it."""
+    outputs = torch.randn(4, 3)
+    targets = torch.tensor([0, 1, 2, 1])
+    criterion = ddpkit.Criterion(nn.CrossEntropyLoss(), "abc")
+    criterion.label_smoothing = 0.5
+    criterion.ignore_index = 1
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.5, ignore_index=1, reduction="sum")
+    assert torch.allclose(criterion(outputs, targets), smooth(outputs, targets))
+    assert criterion.count(targets) == 2
+    criterion.reduction = "sum"
+    assert torch.allclose(criterion(outputs, targets), smooth(outputs, targets))
+    criterion.mine = 1
+    assert criterion.eval().mine == 1
+    assert not criterion.training and not criterion.loss.training
+
+
+def unfreeze(folder: Path, epochs: int) -> tuple[dict, dict]:
+    """Unfreezes a layer in the second epoch: its weights are a group of their own then."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(net[1].parameters(), 0.1, 0.9)
+    checkpoints = ddpkit.Checkpoints(folder, net=net, optimizer=optimizer)
+    for epoch in checkpoints.epochs(epochs):
+        net[0].requires_grad_(epoch >= 1)
+        if epoch == 1:
+            optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.01})
+        for _ in checkpoints.steps(range(3), net):
+            net(torch.randn(4, 2)).square().mean().backward()
             optimizer.step()
-            run.end_step(loss, torch.tensor(2.0))
+            optimizer.zero_grad()
+    return net.state_dict(), optimizer.state_dict()
+
+
+def test_a_group_that_was_added(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    whole = unfreeze(tmp_path / "whole", 4)
+    for epochs in 1, 2, 4:
+        again = unfreeze(tmp_path / "stopped", epochs)
+    assert samples.checksum(again) == samples.checksum(whole)
+    assert capsys.readouterr().out.count("1 group(s) of weights were added") == 1
