@@ -87,7 +87,7 @@ class LoopVariables:
             if now != saved and (is_first or (is_within and saved != start)):
                 anew.append(name)
         self.saved = {}
-        self._say(anew, "start anew: the results differ from an uninterrupted run's")
+        self._say(anew, "not restored: the results differ from an uninterrupted run's")
 
     def _say_changed(self, epoch: int) -> None:
         # What counts the epochs is known, before its next value or after.
@@ -148,6 +148,8 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
         # of networks, besides metrics, a checkpoint has no attributes
         if not isinstance(part, nn.Module) or states.is_metric(part):
             known.add(id(part))
+        if isinstance(part, types.SimpleNamespace):  # numbers
+            known.update(id(each) for each in vars(part).values() if is_mutable(each))
     found = {}
     for function, variables, needed in scopes(run, reader):
         for name, value in variables.items():
@@ -158,7 +160,7 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
                 continue
             if name not in needed and not has_attributes:
                 continue
-            if not isinstance(value, PLAIN):  # an inner function may be given it, too
+            if is_mutable(value):  # an inner function may be given it, too
                 known.add(id(value))
             # metrics begin anew with each epoch
             for attribute, each in parts_of(value, reader != "next epoch"):
@@ -296,6 +298,10 @@ def parts_of(value: object, has_metrics: bool) -> Iterator[tuple[str, object]]:
             yield f".{name}", each
     else:
         yield "", value
+
+
+def is_mutable(value: object) -> bool:
+    return not isinstance(value, PLAIN)
 
 
 def is_own(value: object) -> bool:

@@ -388,7 +388,7 @@ def test_variables_start_anew(
     capsys.readouterr()
     augment.RNG = np.random.default_rng(0)
     train_with_variables(tmp_path)
-    said = re.findall("warning: (.*) start anew:", capsys.readouterr().out)
+    said = re.findall("warning: (.*) not restored:", capsys.readouterr().out)
     assert set(", ".join(said).split(", ")) == set(anew.split())
 
 
