@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpkit.errors import UserError
-from ddpkit.ranks import distributed, replicas
-from ddpkit.ranks.module_state import ModuleState, copied
+from ddpkit.ranks import devices, distributed, replicas
+from ddpkit.ranks.module_state import MOST_AT_ONCE, ModuleState, copied
 from ddpkit.ranks.virtual import VirtualRanks, share_of
-
-MOST_AT_ONCE = 2**25  # bytes of gradients that are exchanged
 
 
 class VirtualSteps:
@@ -22,8 +20,8 @@ class VirtualSteps:
     networks: those that are trained. others: modules with a state of their own, such as a loss.
     optimizers: whose weights may be others than the networks' ones.
 
-    All virtual ranks begin a step with the same state: buffers, and attributes, of the modules.
-    After it that is virtual rank 0's.
+    All virtual ranks begin a step with the same buffers of the modules. After it they are virtual
+    rank 0's.
     """
 
     def __init__(
@@ -102,11 +100,12 @@ class VirtualSteps:
             gradients = self._with_last(gradients)
         if self.place:
             self.state.put(self.of_first)
-        counts = self.state.give_all(self.counts)
+        self.state.give_all()
+        counts = torch.tensor(self.counts, device=devices.of_group())
         for weight, before in zip(self.weights, self.before, strict=True):
             weight.grad = before
         # A weight without a gradient on any virtual rank has none.
-        trained = [number for number, count in enumerate(counts) if count]
+        trained = distributed.reduce_tensor(counts).nonzero().flatten().tolist()
         means = [gradients[number] for number in trained]
         add_ranks(means)
         torch._foreach_div_(means, self.ranks)
