@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import importlib.util
-import os
 import re
 import sys
 import textwrap
@@ -118,13 +117,7 @@ def print_line(line: str, stream: TextIO | None) -> None:
 
 
 def guard_streams() -> None:
-    """Have closed streams, and what cannot be printed at the end, do no harm."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:  # the next file would get the number, and what C++ prints
-            # the lowest number that is free, so this one
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    """Have what cannot be printed at the end do no harm."""
     atexit.register(drop_unprinted)
 
 

@@ -219,7 +219,6 @@ def main(command: Sequence[str] = ()) -> int:
         return protocol.MISTAKE
     if not os.environ.get("OMP_NUM_THREADS"):  # main.py sets the threads
         os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
     ranks = Ranks(nodes)
     restarts = nodes.restarts

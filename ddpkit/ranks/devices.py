@@ -1,7 +1,6 @@
 """On which device a rank computes, and what carries its collectives."""
 
 import contextlib
-import ipaddress
 import os
 import socket
 import struct
@@ -20,8 +19,6 @@ SIOCGIFADDR = 0x8915  # in Linux' <linux/sockios.h>
 CPU = torch.device("cpu")
 # A kind of GPU without collectives, float64 and pinned memory: for one process
 APPLE = "mps"
-# Attributes that tell a GPU from others, as far as torch has them
-NAMES = "uuid pci_domain_id pci_bus_id pci_device_id"
 ON_CPU = f"use the CPU ({environment.GPUS}=-1)"
 
 
@@ -98,21 +95,17 @@ def _why_unused() -> str:
             reason = "CUDA shows none"
         except Exception as error:
             reason = str(error).split("\n")[0].split(". ")[0]
-    asked = os.environ.get(environment.GPUS)
-    asked = f" with {environment.GPUS}={asked}" if asked else ""
-    shown = f"nvidia-smi shows {count} GPU(s), but torch {torch.__version__} can use none{asked}"
+    shown = (
+        f"nvidia-smi shows {count} GPU(s), but torch {torch.__version__} can use none"
+    )
     return f"{shown}: {reason}; install a driver and a torch that fit (pytorch.org), or {ON_CPU}"
 
 
 def _name(device: torch.device) -> str:
     """Return what tells a GPU of this host from others; "" if torch does not say."""
-    if device.index is None:
-        return ""
     find = getattr(torch.get_device_module(device), "get_device_properties", None)
-    properties = find and find(device)
-    texts = (str(getattr(properties, key, "")) for key in NAMES.split())
-    name = " ".join(texts).strip()
-    return f"{name} {device.index}" if name else ""
+    uuid = getattr(find and find(device), "uuid", "")
+    return f"{uuid} {device.index}" if uuid else ""
 
 
 def check(
@@ -190,14 +183,12 @@ def address(host: str) -> str:
 
 
 def choose_network(notes: Sequence[dict]) -> None:
-    """Have gloo use the network on which the ranks have met, if this host's name does not say it.
+    """Have gloo use the network on which the ranks have met, unless people have set one.
 
-    On Debian a host's name is 127.0.1.1, which no other node reaches. What people set has priority.
+    Otherwise it takes the address of this host's name, on Debian 127.0.1.1, which no other node
+    reaches.
     """
     if sys.platform != "linux" or NETWORK in os.environ:
-        return
-    of_name = address(socket.gethostname()) or "::1"
-    if not ipaddress.ip_address(of_name).is_loopback:
         return
     own = {address(os.environ["MASTER_ADDR"])}
     # Where rank 0 is, that may be the host's name: the others' addresses lead out.

@@ -103,7 +103,7 @@ def rendezvous(
     torchs.set_timeout(Group.timeout)
     ends_after = Group.timeout
     if device.type != "cpu":
-        # torch would end the rank with SIGABRT; failures.Lateness comes first.
+        # torch would end the rank with SIGABRT; failures._end_if_late comes first.
         ends_after += timedelta(seconds=protocol.LATE_SECONDS)
     backend = devices.backend(device)
     here = Rank(device, backend, torchs, number, len(notes), ends_after)

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ddpkit import files
 from ddpkit.errors import UserError, print_line, shorten
 from ddpkit.ranks import environment, protocol
 
@@ -53,7 +52,7 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == str(size) and not by_agent
     path = os.environ.get(protocol.STORE) or _torchruns_file()
     if path:
-        store: dist.Store = dist.FileStore(_by_handle(path))
+        store: dist.Store = dist.FileStore(path)
     elif rank == 0 and not by_agent:
         store = _hold(port, is_local, timeout)
     else:
@@ -67,27 +66,12 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 def _torchruns_file() -> str:
     """Return a file in the folder that torchrun has made for its ranks, if all are on this node."""
-    # torchrun's is .../FOLDER/ATTEMPT/RANK/error.json
-    folders = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/")).parents
-    if os.environ.get("GROUP_WORLD_SIZE") != "1" or len(folders) < 4:
-        return ""
-    is_temporary = folders[2].is_relative_to(tempfile.gettempdir())
-    # that of Windows is each user's own
-    is_closed = sys.platform == "win32" or folders[2].stat().st_mode & 0o077 == 0
-    if is_temporary and is_closed:
-        return str(folders[1] / "store")
+    # torchrun's is .../FOLDER/ATTEMPT/RANK/error.json; without --log-dir its own alone
+    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    is_temporary = attempt.is_relative_to(tempfile.gettempdir())
+    if is_temporary and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        return str(attempt / "store")
     return ""
-
-
-def _by_handle(path: str) -> str:
-    """Open a file for as long as this process lives, and return a name of it as it is open.
-
-    So the ranks meet in it also when a program has cleaned TMPDIR of what is days old.
-    """
-    if sys.platform == "win32":  # which removes no file that is in use
-        return path
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    return str(files.name_of(handle, Path(path)))
 
 
 def _hold(port: int, is_local: bool, timeout: timedelta) -> dist.Store:
@@ -159,8 +143,6 @@ def join(
 
 def _leave_note(store: dist.Store, rank: int, size: int, note: dict) -> str:
     """Leave this rank's note in the store; return why it fits none, or nothing."""
-    if rank >= size:
-        return f"RANK={rank} with WORLD_SIZE={size}: the last rank is {size - 1}"
     mine = f"{size} for rank {rank}"
     first = store.compare_set("size", "", mine).decode()
     if first.split()[0] != str(size):

@@ -4,11 +4,9 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_group
 
-from ddpkit.ranks import distributed
+from ddpkit.ranks import replicas
 
 Space = dict[str, Any]  # attributes of a module by name
 Buffers = list[dict[str, Tensor | None]]  # of each module by name
@@ -16,7 +14,6 @@ Buffers = list[dict[str, Tensor | None]]  # of each module by name
 # What torch itself keeps in a module, beside which it has attributes of its own.
 OF_TORCH = vars(nn.Module()).keys()
 PLAIN = {type(None), bool, int, float, complex, str, bytes}
-MOST_AT_ONCE = 2**25  # bytes that are sent together
 
 
 class ModuleState:
@@ -36,13 +33,8 @@ class ModuleState:
 
     def give_all(self) -> None:
         """Give all processes what rank 0 has; all have to call it."""
-        if distributed.world_size() == 1:
-            return
         every = itertools.chain(*(each.values() for each in self.buffers))
-        tensors = [each.detach() for each in every if each is not None]
-        if tensors:  # as DistributedDataParallel does
-            group = _get_default_group()
-            dist._broadcast_coalesced(group, tensors, MOST_AT_ONCE, 0)
+        replicas.give([each.detach() for each in every if each is not None])
 
 
 def copied(taken: Buffers) -> Buffers:

@@ -38,18 +38,16 @@ OF_SIGNALS = (3, 0xC000013A)
 FINAL = {0, MISTAKE, STOPPED, 128 + getattr(signal, "SIGQUIT", 3)}  # SIGQUIT: Ctrl-\\
 FINAL |= {128 + signum for signum in STOP_SIGNALS}
 
-# Seconds. 2 POLL < ANSWER, and ANSWER + END < GRACE_TORCHRUN, and GRACE + ANSWER + END
-# < STOP: a rank that does not answer is named, waited for, and given up before the
-# launcher kills all.
+# Seconds. 2 POLL < ANSWER < GRACE, and GRACE + END < STOP: a rank that does not answer is
+# waited for, named, and given up before a launcher kills all.
 POLL_SECONDS = 0.5  # between two looks of the thread
 DUPLICATE_SECONDS = 1  # a signal often comes twice: from the terminal and from torchrun
 ANSWER_SECONDS = 5  # for the other ranks to answer; who has not is named
 # for the launcher to end a rank, for others to see a failure, for code at the end
 END_SECONDS = 5
-# for a rank to answer a STOP, where torchrun kills all after 30
-GRACE_TORCHRUN_SECONDS = 24
-GRACE_SECONDS = 100  # the same under our launcher, which kills them after
-STOP_SECONDS = 120
+# for a rank to answer a STOP, and for what follows the steps: torchrun kills all after 30
+GRACE_SECONDS = 24
+STOP_SECONDS = 120  # after which our launcher kills them
 # for torch's watchdog of GPUs to come after our end at --dist-timeout
 LATE_SECONDS = 60
 # then it is said for whom one waits; for ranks to end after a failure

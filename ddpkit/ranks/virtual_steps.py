@@ -10,8 +10,10 @@ from torch.optim import Optimizer
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import devices, distributed, replicas
-from ddpkit.ranks.module_state import MOST_AT_ONCE, ModuleState, copied
+from ddpkit.ranks.module_state import ModuleState, copied
 from ddpkit.ranks.virtual import VirtualRanks, share_of
+
+MOST_AT_ONCE = 2**25  # bytes of gradients that are exchanged
 
 
 class VirtualSteps:

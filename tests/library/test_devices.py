@@ -109,7 +109,7 @@ def test_a_driver_that_torch_cannot_use(node, monkeypatch):
         devices.ON_CPU,
     ):
         assert words in line
-    assert "CUDA_VISIBLE_DEVICES=7: The" in mistake(listed, CUDA_VISIBLE_DEVICES="7")
+    assert "too old" in mistake(listed, CUDA_VISIBLE_DEVICES="7")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in mistake(listed)
     assert not mistake("echo No devices were found")
@@ -163,20 +163,17 @@ def test_each_its_own_gpu(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "master", "others", "set_by_hand", "chosen"),
+    ("master", "others", "set_by_hand", "chosen"),
     [
-        ("127.0.1.1", "10.0.0.1", ["10.0.0.2"], "", "eth1"),
-        ("", "10.0.0.1", ["10.0.0.2"], "", "eth1"),
+        ("10.0.0.1", ["10.0.0.2"], "", "eth1"),
         # MASTER_ADDR is this host's name
-        ("127.0.1.1", "127.0.1.1", ["10.0.0.2"], "", "eth1"),
+        ("127.0.1.1", ["10.0.0.2"], "", "eth1"),
         # two launchers on one machine
-        ("127.0.1.1", "127.0.0.1", ["127.0.0.1"], "", None),
-        ("127.0.1.1", "10.0.0.1", ["10.0.0.2"], "ib0", "ib0"),
-        ("192.168.0.1", "10.0.0.1", ["10.0.0.2"], "", None),
+        ("127.0.0.1", ["127.0.0.1"], "", None),
+        ("10.0.0.1", ["10.0.0.2"], "ib0", "ib0"),
     ],
 )
 def test_the_network_of_gloo(
-    name,
     master,
     others,
     set_by_hand,
@@ -184,12 +181,9 @@ def test_the_network_of_gloo(
     node,
     monkeypatch,
 ):
-    """That on which the ranks have met, if the host's name leads to itself as on Debian."""
+    """That on which the ranks have met: a host's name may lead to itself, as on Debian."""
     node(MASTER_ADDR=master, **({devices.NETWORK: set_by_hand} if set_by_hand else {}))
-    addresses = {
-        socket.gethostname(): name,
-        master: "10.0.0.7" if master[:2] == "10" else master,
-    }
+    addresses = {master: "10.0.0.7" if master[:2] == "10" else master}
     addresses |= {other: "10.0.0.7" if other[:2] == "10" else other for other in others}
     monkeypatch.setattr(devices, "address", addresses.get)
     monkeypatch.setattr(
