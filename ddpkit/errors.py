@@ -1,6 +1,5 @@
 """Errors whose message is one line, and how a line is printed."""
 
-import atexit
 import contextlib
 import importlib.util
 import re
@@ -114,11 +113,6 @@ def print_line(line: str, stream: TextIO | None) -> None:
         # at once, so that the lines of several ranks do not mix
         stream.write(f"{text}\n")
         stream.flush()
-
-
-def guard_streams() -> None:
-    """Have what cannot be printed at the end do no harm."""
-    atexit.register(drop_unprinted)
 
 
 def drop_unprinted() -> None:

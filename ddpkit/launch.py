@@ -31,6 +31,7 @@ SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-pe
 # exits as the rank that failed first. MAX_RESTARTS starts them again. This module
 # imports no torch.
 
+import atexit
 import contextlib
 import math
 import os
@@ -43,7 +44,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from ddpkit.errors import UserError, guard_streams, no_torch, print_error, print_line
+from ddpkit.errors import UserError, drop_unprinted, no_torch, print_error, print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.ranks.environment import Nodes
 
@@ -198,7 +199,7 @@ def main(command: Sequence[str] = ()) -> int:
 
     By default the script is the project's main.py, and the flags are those of this process.
     """
-    guard_streams()
+    atexit.register(drop_unprinted)
     words = list(command or sys.argv[1:])
     if words[:1] in (["-h"], ["--help"]):
         print_line(__doc__.rstrip(), sys.stdout)

@@ -54,7 +54,7 @@ def memory_layout(device: torch.device) -> torch.memory_format:
 
 
 def pick() -> tuple[torch.device, dict]:
-    """Return this rank's GPU, or the CPU if there is none, and a note for `check`.
+    """Return this rank's GPU, or the CPU if there is none, and a note for the other ranks.
 
     The numbers of a node's ranks go round the GPUs that each of them sees: all of the node, or, as
     with srun --gpus-per-task=1, one that is its own.
@@ -69,25 +69,26 @@ def pick() -> tuple[torch.device, dict]:
             f"Apple's GPU is for one process: {size} compute on the CPU"
         )
         device = CPU
-    note = {"device": device.type, "node": environment.node(), "mistake": ""}
-    if device.type != "cpu":
+    if device.type == "cpu":
+        _check_unused()
+    else:
         number = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
         device = torch.device(device.type, number)
-    else:
-        note["mistake"] = _why_unused()
     try:
-        note["gpu"] = _name(device)
-    except Exception as error:  # a broken GPU: `check` says it on all nodes
+        gpu = _name(device)
+    except Exception as error:  # it is broken
         reason = str(error).partition("\n")[0]
-        note["mistake"] = f"{device} cannot be used ({reason})"
-    return device, note
+        raise UserError(f"{device} cannot be used ({reason})") from None
+    # by which a node reaches others, and they it
+    own = address(os.environ.get("MASTER_ADDR", ""))
+    return device, {"device": device.type, "gpu": gpu, "address": own}
 
 
-def _why_unused() -> str:
-    """Return why torch cannot use the GPUs that nvidia-smi shows; "" if there are none."""
+def _check_unused() -> None:
+    """Raise a UserError if torch cannot use the GPUs that nvidia-smi shows."""
     count = 0 if environment.visible_gpus() == [] else environment.list_gpus()
     if not count:
-        return ""
+        return
     reason = "it is built without CUDA"
     if torch.version.cuda:
         try:
@@ -98,7 +99,9 @@ def _why_unused() -> str:
     shown = (
         f"nvidia-smi shows {count} GPU(s), but torch {torch.__version__} can use none"
     )
-    return f"{shown}: {reason}; install a driver and a torch that fit (pytorch.org), or {ON_CPU}"
+    raise UserError(
+        f"{shown}: {reason}; install a driver and a torch that fit (pytorch.org), or {ON_CPU}"
+    )
 
 
 def _name(device: torch.device) -> str:
@@ -116,8 +119,6 @@ def check(
     kinds = {}  # one rank of each
     for rank, note in enumerate(notes):
         node = note["node"]
-        if note["mistake"]:
-            raise UserError(f"{node}: {note['mistake']}")
         gpus.setdefault(node, []).append(note["gpu"] or str(rank))
         kinds[note["device"]] = f"rank {rank} ({node}) on {note['device']}"
     if len(kinds) > 1:
@@ -188,7 +189,10 @@ def choose_network(notes: Sequence[dict]) -> None:
     Otherwise it takes the address of this host's name, on Debian 127.0.1.1, which no other node
     reaches.
     """
-    if sys.platform != "linux" or NETWORK in os.environ:
+    if sys.platform != "linux" or NETWORK in os.environ or "RANK" not in os.environ:
+        return
+    if not environment.has_other_nodes():
+        os.environ[NETWORK] = "lo"  # nobody else can reach it
         return
     own = {address(os.environ["MASTER_ADDR"])}
     # Where rank 0 is, that may be the host's name: the others' addresses lead out.

@@ -74,29 +74,19 @@ def rendezvous(
     if not Group.is_debugged:
         Group.timeout = timedelta(seconds=timeout)
     environment.adopt()
-    device, note = devices.pick()
-    notes = [note]
     number = 0
+    size = 1
+    Group.store = dist.HashStore()
     if "RANK" in os.environ:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-        has_others = environment.has_other_nodes()
-        if sys.platform == "linux" and not has_others:
-            os.environ.setdefault(devices.NETWORK, "lo")  # nobody else can reach it
-        host = os.environ.get("MASTER_ADDR", "")
-        note["address"] = devices.address(host) if has_others else ""
-        # Kept at once: by it ranks agree who reports a failure, also one in `join`.
         Group.store, number, size = meeting.open_store(Group.timeout)
-        Group.store, notes = meeting.join(
-            Group.store, number, size, Group.timeout, note
-        )
-        if has_others:
-            devices.choose_network(notes)
-    else:
-        Group.store = dist.HashStore()
-    device = devices.check(notes, device, Group.is_debugged)
-    _note_process(Group.store, number)
     # From here on a rank that fails ends the others, too, though none is in the group.
     Group.has_met = Group.has_met_itself = True
+    device, note = devices.pick()
+    Group.store, notes = meeting.join(Group.store, number, size, Group.timeout, note)
+    devices.choose_network(notes)
+    device = devices.check(notes, device, Group.is_debugged)
+    _note_process(Group.store, number)
     # With a connection of its own: torch waits at it for the others, and ours has to
     # hear meanwhile that one of them has failed.
     torchs = Group.store.clone()

@@ -198,7 +198,8 @@ def follow_others() -> None:
         return
     try:
         status = ending.status_of_failure()
-        is_held = distributed.any_debugged() or process.End.is_leaving
+        is_debugged = distributed.any_debugged() and distributed.is_joined()
+        is_held = is_debugged or process.End.is_leaving
         if status and not is_held:  # nccl does not notice it
             time.sleep(2 * POLL_SECONDS)  # let that rank print its error first
             process.exit_now(status)
@@ -313,11 +314,11 @@ def _of_memory(error: Exception) -> UserError | None:
 
 def peak(device: torch.device) -> float:
     """Return the most bytes that tensors have taken since reset_peak(); NaN if nothing counts."""
-    count = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-    return float(count(device)) if count else math.nan
+    if not devices.copies_async(device):
+        return math.nan
+    return float(torch.accelerator.max_memory_allocated(device))
 
 
 def reset_peak(device: torch.device) -> None:
-    module = torch.get_device_module(device)
-    if hasattr(module, "reset_peak_memory_stats"):
-        module.reset_peak_memory_stats(device)
+    if devices.copies_async(device):
+        torch.accelerator.reset_peak_memory_stats(device)

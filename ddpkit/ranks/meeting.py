@@ -2,8 +2,8 @@
 
 Ranks of one node have a file that only its owner can open, and that outlives a launcher. Of several
 nodes rank 0 holds a store at MASTER_ADDR:MASTER_PORT, which obeys whoever reaches it; torchrun may
-hold it for them. Each leaves a note. What comes first under "met" counts for all: the notes of all,
-from rank 0, or a fault that one of them has found.
+hold it for them. Each leaves a note there, and reads those of all. A fault that one finds ends all,
+as an error at any time does (protocol.ERROR).
 """
 
 import json
@@ -120,55 +120,41 @@ def join(
 ) -> tuple[dist.Store, list[dict]]:
     """Return once all ranks have called this: the part of `store` for what follows, and all notes.
 
-    Raises a UserError, the same in all, if they do not fit or are not there within `timeout`.
+    note: of texts. Raises a UserError if the ranks do not fit or are not there within `timeout`.
     """
-    note = {"id": uuid.uuid4().hex, "node": environment.node(), **note}
-    keys = [f"rank {number}" for number in range(size)]
-    fault = _leave_note(store, rank, size, note) or _await_notes(
-        store, rank, keys, timeout.total_seconds()
-    )
-    if fault:
-        store.compare_set("met", "", json.dumps({"fault": fault}))
-    elif rank == 0 and store.check(keys):
-        notes = [json.loads(each) for each in store.multi_get(keys)]
-        store.compare_set("met", "", json.dumps({"notes": notes}))
-    met = json.loads(store.get("met"))
-    if fault or "fault" in met:
-        if rank == 0:  # here may be the store: let the others read it first
-            time.sleep(1)
-        raise UserError(met.get("fault", fault))
-    # Later errors, of those who do not fit, stay out of this part.
-    return dist.PrefixStore("joined", store), met["notes"]
-
-
-def _leave_note(store: dist.Store, rank: int, size: int, note: dict) -> str:
-    """Leave this rank's note in the store; return why it fits none, or nothing."""
-    mine = f"{size} for rank {rank}"
-    first = store.compare_set("size", "", mine).decode()
-    if first.split()[0] != str(size):
-        return (
-            f"WORLD_SIZE is {mine}, {first}: start as many ranks on each node, such as 2 (NPROC=2 "
-            "./launch.sh), and give each the same number of nodes"
+    mine = {"id": uuid.uuid4().hex, "node": environment.node(), "size": size, **note}
+    first = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(mine)))
+    if first["id"] != mine["id"]:
+        nodes = ", ".join(sorted({first["node"], mine["node"]}))
+        raise UserError(
+            f"RANK={rank} is there twice ({nodes}): give each its own, and each run a port"
         )
-    kept = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(note)))
-    if kept["id"] == note["id"]:
-        return ""
-    nodes = ", ".join(sorted({kept["node"], note["node"]}))
-    return (
-        f"RANK={rank} is there twice ({nodes}): give each its own, and each run a port"
-    )
+    keys = [f"rank {number}" for number in range(size)]
+    _await_notes(store, rank, keys, timeout.total_seconds())
+    notes = [json.loads(each) for each in store.multi_get(keys)]
+    for other, its in enumerate(notes):
+        if its["size"] != size:
+            raise UserError(
+                f"WORLD_SIZE is {size} for rank {rank}, {its['size']} for rank {other}: start as "
+                "many ranks on each node, such as 2 (NPROC=2 ./launch.sh), and give each the same "
+                "number of nodes"
+            )
+    # Later errors, of those who do not fit, stay out of this part.
+    return dist.PrefixStore("joined", store), notes
 
 
-def _await_notes(store: dist.Store, rank: int, keys: list[str], seconds: float) -> str:
-    """Wait for the notes of all, and on other ranks for rank 0; return who is missing."""
+def _await_notes(store: dist.Store, rank: int, keys: list[str], seconds: float) -> None:
+    """Wait for the notes of all; raise a UserError that says who is missing."""
     # Rank 0 gives up first: it says who is missing, if it is not rank 0.
     for is_due in ticks(seconds if rank == 0 else seconds + 2):
-        if store.check(["met"]) or (rank == 0 and store.check(keys)):
-            return ""
+        if store.check(keys):
+            return
         if is_due and rank == 0:
             say_on_node(f"waiting up to {seconds:g} s for {_missing(store, keys)}")
-    who = f"waited {seconds:g} s for {_missing(store, keys)}"
-    return f"{who}: start as many, with the same MASTER_ADDR and MASTER_PORT"
+    raise UserError(
+        f"waited {seconds:g} s for {_missing(store, keys)}: start as many, with the same "
+        "MASTER_ADDR and MASTER_PORT"
+    )
 
 
 def _missing(store: dist.Store, keys: list[str]) -> str:

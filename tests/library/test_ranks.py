@@ -60,7 +60,7 @@ def test_ranks_that_disagree(project, few, tmp_path):
     # what each run's two lines say
     absent = (
         ["waiting", "3 s for rank 2 of 3", node],
-        ["[meeting.join]", "rank 2", "PORT"],
+        ["[meeting.await_notes]", "rank 2", "PORT"],
     )
     mixed = ["[environment.read_group]", "'x'"], ["[meeting.hold]", next_port]
     runs = [
@@ -281,7 +281,8 @@ def test_a_broken_gpu(tmp_path):
 
     statuses, lines = end_of(act, tmp_path)
     assert statuses == [2, 2]
-    assert "node1: cpu cannot be used (division by zero)" in lines[0]
+    assert "rank 1 on node1 has failed" in lines[0]
+    assert "rank 1 on node1: cpu cannot be used (division by zero)" in lines[1]
 
 
 @on_ranks(1)
