@@ -289,17 +289,15 @@ def await_keys(keys: list[str], seconds: float) -> bool:
 
 def all_arrive(name: str, seconds: float) -> bool:
     """Return whether all ranks call this, with the same `name`, within `seconds`."""
-    count = store().add(protocol.ARRIVED.format(name), 1)
-    last = [protocol.ALL_ARRIVED.format(name)]
-    if count == world_size():
-        store().set(last[0], "")  # one key to wait for, however many ranks there are
-    while not await_keys(last, min(seconds, protocol.ANSWER_SECONDS)):
+    keys = [protocol.ARRIVED.format(name, rank) for rank in range(world_size())]
+    store().set(keys[rank()], "")
+    while not await_keys(keys, min(seconds, protocol.ANSWER_SECONDS)):
         seconds -= protocol.ANSWER_SECONDS
         if seconds <= 0:
             return False
         # No time-out ends this wait for a rank that has left, and not every launcher.
-        gone = ended({0, *ranks_of_node()})
-        if gone and not store().check(last):
+        gone = ended(n for n, key in enumerate(keys) if not store().check([key]))
+        if gone:
             raise dist.DistNetworkError(f"Connection lost: {', '.join(gone)}")
     return True
 

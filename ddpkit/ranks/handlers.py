@@ -33,6 +33,5 @@ def install_handlers() -> None:
 @functools.cache
 def say_start() -> None:
     """Print that the ranks start, once their flags are checked."""
-    is_rank = protocol.LAUNCHER in os.environ or process.by_plain_torchrun()
-    if is_rank and os.environ["RANK"] == "0":
+    if process.by_torchrun() and os.environ["RANK"] == "0":
         print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)

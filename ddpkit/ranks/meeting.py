@@ -54,7 +54,7 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     if path:
         store: dist.Store = dist.FileStore(path)
     elif rank == 0 and not by_agent:
-        store = _hold(port, is_local, timeout)
+        store = _hold(port, timeout)
     else:
         store = _reach(LOOPBACK if is_local else host, port, timeout)
     if by_agent and not path:  # it may hold what ranks before a restart have left
@@ -74,27 +74,22 @@ def _torchruns_file() -> str:
     return ""
 
 
-def _hold(port: int, is_local: bool, timeout: timedelta) -> dist.Store:
-    """Return a store of this process's; if it is local, other machines cannot reach it."""
-    six = socket.has_dualstack_ipv6() and not is_local
-    family = socket.AF_INET6 if six else socket.AF_INET
-    address = LOOPBACK if is_local else "", port
+def _hold(port: int, timeout: timedelta) -> dist.Store:
+    """Return a store of this process's, which other machines can reach."""
     try:
-        server = socket.create_server(address, family=family, dualstack_ipv6=six)
-    except OSError as error:
+        return dist.TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            timeout=timeout,
+            multi_tenant=True,
+            use_libuv=LIBUV,
+        )
+    except dist.DistNetworkError as error:
         raise UserError(
-            f"MASTER_PORT={port} is in use or closed ({error.strerror}): use another one "
+            f"MASTER_PORT={port} cannot be used ({error}): use another one "
             f"(MASTER_PORT={port + 1}, the same on all nodes)"
         ) from None
-    return dist.TCPStore(
-        LOOPBACK,
-        port,
-        is_master=True,
-        timeout=timeout,
-        multi_tenant=True,
-        master_listen_fd=server.detach(),
-        use_libuv=LIBUV,
-    )
 
 
 def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:

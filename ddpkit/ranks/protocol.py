@@ -65,8 +65,7 @@ ANSWER = "where/{}/{}"  # the n-th answer of a rank (that rank; who asks)
 PROCESS = "process/{}"
 # where the debugger of a rank takes more (that rank; others of its node)
 DEBUGGED = "debugged/{}"
-ARRIVED = "arrived/{}"  # how many ranks are at a point with a name (each; the last)
-ALL_ARRIVED = "arrived/{}/all"  # all are (the last; all)
+ARRIVED = "arrived/{}/{}"  # a rank is at a point with a name (that rank; all)
 
 # Environment variables of this project's own, besides those that people type
 # one for each start of launch.sh; restarts (MAX_RESTARTS) keep it

@@ -171,13 +171,17 @@ def check_same(
     weights: dict[str, Tensor], buffers: dict[str, Tensor] | None = None
 ) -> None:
     """Raise a UserError unless `weights` are equal, and `buffers` can be made so."""
-    name = _find_unlike(weights | (buffers or {}), bit_sums(weights.values()))
-    if name:
-        raise UserError(
-            f"{name} differs between ranks: train through ddp_model, not through model; after "
-            "unfreezing weights wrap again, as DDP keeps to those it started with; "
-            "and change weights in the same way on all ranks"
-        )
+    tensors = weights | (buffers or {})
+    kinds = [f"{list(each.shape)} {each.dtype}" for each in tensors.values()]
+    own = list(itertools.zip_longest(tensors, kinds, bit_sums(weights.values())))
+    for each in itertools.zip_longest(*distributed.gather_objects(own)):
+        if any(other != each[0] for other in each):
+            name = next(there[0] for there in each if there)
+            raise UserError(
+                f"{name} differs between ranks: train through ddp_model, not through model; after "
+                "unfreezing weights wrap again, as DDP keeps to those it started with; "
+                "and change weights in the same way on all ranks"
+            )
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
@@ -192,16 +196,6 @@ def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
     if not sums:
         return []
     return torch.stack([each.to(sums[0].device) for each in sums]).tolist()
-
-
-def _find_unlike(tensors: dict[str, Tensor], sums: Iterable[int] = ()) -> str:
-    """Return the name of one that has not the same shape, dtype and sum on all ranks, or ""."""
-    kinds = [f"{list(each.shape)} {each.dtype}" for each in tensors.values()]
-    own = list(itertools.zip_longest(tensors, kinds, sums))
-    for each in itertools.zip_longest(*distributed.gather_objects(own)):
-        if any(other != each[0] for other in each):
-            return next(there[0] for there in each if there)
-    return ""
 
 
 def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -49,10 +49,11 @@ def listening(pids: set[int]) -> set[str]:
 
 @on_ranks(2, group=False)
 def test_a_host_name_of_another_address():
-    """On one node loopback alone, also where the host's name means another address."""
+    """On one node gloo takes loopback, also where the host's name means another address."""
     os.environ["MASTER_ADDR"] = socket.gethostname()
     setup(timeout=60)
-    assert listening({os.getpid()}) == {"0100007F"}
+    if distributed.rank():  # rank 0 holds torch's store
+        assert listening({os.getpid()}) == {"0100007F"}
 
 
 @on_ranks(3, group=False)
