@@ -62,7 +62,6 @@ class Ranks:
         self.nodes = nodes
         self.running: list[subprocess.Popen] = []
         self.first = 0  # the signal that came first
-        self.first_at = 0.0
         self.sent: set[int] = set()
         self.kill_at = math.inf
         for signum in protocol.STOP_SIGNALS:
@@ -101,8 +100,7 @@ class Ranks:
     def on_signal(self, signum: int, _: object) -> None:
         if not self.first:
             self.first = signum
-            self.first_at = time.monotonic()
-            self.kill_at = self.first_at + protocol.STOP_SECONDS
+            self.kill_at = time.monotonic() + protocol.STOP_SECONDS
         self.send(signum)
 
     def send(self, signum: int) -> None:
@@ -143,9 +141,8 @@ class Ranks:
                 self.send(protocol.KILL)
                 if self.first:
                     name = signal.Signals(self.first).name
-                    seconds = time.monotonic() - self.first_at
                     print_error(
-                        f"the ranks had not ended {seconds:.0f} s after {name} and were killed"
+                        f"the ranks had not ended in time after {name} and were killed"
                     )
             time.sleep(POLL)
             statuses = self.poll()

@@ -59,7 +59,7 @@ def pick() -> tuple[torch.device, dict]:
     The numbers of a node's ranks go round the GPUs that each of them sees: all of the node, or, as
     with srun --gpus-per-task=1, one that is its own.
     """
-    # What torch says of the driver is said by _why_unused.
+    # What torch says of the driver is said by _check_unused.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         device = kind()
@@ -79,8 +79,8 @@ def pick() -> tuple[torch.device, dict]:
     except Exception as error:  # it is broken
         reason = str(error).partition("\n")[0]
         raise UserError(f"{device} cannot be used ({reason})") from None
-    # by which a node reaches others, and they it
-    own = address(os.environ.get("MASTER_ADDR", ""))
+    has_others = environment.has_other_nodes()
+    own = address(os.environ.get("MASTER_ADDR", "")) if has_others else ""
     return device, {"device": device.type, "gpu": gpu, "address": own}
 
 

@@ -76,10 +76,11 @@ def rendezvous(
     environment.adopt()
     number = 0
     size = 1
-    Group.store = dist.HashStore()
     if "RANK" in os.environ:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
         Group.store, number, size = meeting.open_store(Group.timeout)
+    else:
+        Group.store = dist.HashStore()
     # From here on a rank that fails ends the others, too, though none is in the group.
     Group.has_met = Group.has_met_itself = True
     device, note = devices.pick()
@@ -207,12 +208,8 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the ranks' `tensor`s, of the same shape and dtype on each, stacked: (ranks, ...)."""
-    if not dist.is_initialized():
-        return tensor[None]
-    tensors = [torch.empty_like(tensor) for _ in range(world_size())]
-    dist.all_gather(tensors, tensor)
-    return torch.stack(tensors)
+    """Return the ranks' `tensor`s, of the same shape on each, stacked on the CPU: (ranks, ...)."""
+    return torch.stack(gather_objects(tensor.cpu()))
 
 
 def gather_objects(value: T) -> list[T]:

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from ddpkit.ranks import devices, distributed, process, values
 from ddpkit.ranks.protocol import ANSWER, ANSWER_SECONDS, ASKED
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-# Where a rank is, is not said by these files, but by what calls them.
+# Where a rank is, is said by what calls these files.
 BELOW = (f"ddpkit{os.sep}", "ddp.py")
 # Where a hang usually comes from
 NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"
@@ -108,7 +108,8 @@ def _own(file: str) -> str:
     # An environment may lie in the project.
     if str(path).startswith(LIBRARIES) or not path.is_file():
         return ""
-    return str(path.relative_to(root)) if path.is_relative_to(root) else ""
+    own = str(path.relative_to(root)) if path.is_relative_to(root) else ""
+    return "" if own.startswith(BELOW) else own
 
 
 def here(expression: str = "") -> Position:
@@ -118,9 +119,8 @@ def here(expression: str = "") -> Position:
     if process.End.error:  # it is handled elsewhere than where it was raised
         frames = traceback.extract_tb(process.End.error.__traceback__)
     shown = [each for each in frames if _own(each.filename)]
-    edited = [each for each in shown if not _own(each.filename).startswith(BELOW)]
     words = [Asking.position()]
-    for frame in (edited or shown)[-1:]:
+    for frame in shown[-1:]:
         words.append(f"at {_own(frame.filename)}:{frame.lineno}")
     if shown[-1:] != frames[-1:]:  # what the last of our own has called
         shown.append(frames[-1])
@@ -188,11 +188,14 @@ def await_answers(turn: int, seconds: float) -> tuple[dict[int, Position], list[
     return known, absent
 
 
-class Rows(dict[str, str]):
-    """By name of a rank what is known of it, shown in a row each."""
+class Rows:
+    """Lines, which a debug console shows as such."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = lines
 
     def __repr__(self) -> str:
-        return "\n".join(f"{rank}: {line}" for rank, line in self.items())
+        return "\n".join(self.lines)
 
 
 def on_all_ranks(expression: str) -> Rows:
@@ -208,25 +211,22 @@ def on_all_ranks(expression: str) -> Rows:
     while not ask(turn, expression):
         turn += 1
     known, absent = await_answers(turn, ANSWER_SECONDS)
-    rows = Rows()
+    rows = []
     first = ""
     expected: dict[str, int] = {}
     for number, at in known.items():
-        rank = f"rank {number}"
-        rows[rank] = at.text
-        if not at.value:
-            continue
-        line, sums = at.value
-        rows[rank] += f": {line}"
-        first = first or rank
-        expected = expected or sums
-        for part in {**expected, **sums}:
-            if expected.get(part) != sums.get(part):
-                rows[rank] += f"; differs from {first} in {part}"
-                break
-    for number, state in zip(absent, distributed.states(absent), strict=True):
-        rows[f"rank {number}"] = state.removeprefix(f"rank {number} ")
-    return rows
+        row = f"rank {number}: {at.text}"
+        if at.value:
+            line, sums = at.value
+            row += f": {line}"
+            first = first or f"rank {number}"
+            expected = expected or sums
+            for part in {**expected, **sums}:
+                if expected.get(part) != sums.get(part):
+                    row += f"; differs from {first} in {part}"
+                    break
+        rows.append(row)
+    return Rows(rows + distributed.states(absent))
 
 
 def block(known: dict[int, Position], is_hang: bool) -> list[str]:

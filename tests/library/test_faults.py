@@ -201,7 +201,7 @@ def test_a_value_of_every_rank(project, data, tmp_path):
     assert re.search(
         r"^rank 1: epoch 1, step \d, at main.py:\d+: after", done.out, re.M
     )
-    assert re.search(r"^rank 2: has ended \(process \d+\)$", done.out, re.M)
+    assert re.search(r"^rank 2 has ended \(process \d+\)$", done.out, re.M)
 
 
 @pytest.mark.parametrize("is_held", [False, True])
