@@ -117,6 +117,10 @@ def join(
 
     note: of texts. Raises a UserError if the ranks do not fit or are not there within `timeout`.
     """
+    if rank >= size:
+        raise UserError(
+            f"RANK={rank} with WORLD_SIZE={size}: the last rank is {size - 1}"
+        )
     mine = {"id": uuid.uuid4().hex, "node": environment.node(), "size": size, **note}
     first = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(mine)))
     if first["id"] != mine["id"]:
