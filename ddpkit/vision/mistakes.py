@@ -1,9 +1,7 @@
 """What the model gets wrong: the worst images, and the numbers of each class."""
 
-import contextlib
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +18,8 @@ from ddpkit.errors import shorten
 from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run.outputs import Outputs, to_logits
 from ddpkit.vision import images, lists, pictures
-from ddpkit.vision.pictures import DrawExample, Example
-from ddpkit.vision.rows import as_digits, clip, clip_middle, table_lines
+from ddpkit.vision.pictures import DrawExample
+from ddpkit.vision.rows import as_digits, clip, table_lines
 
 # what TopLosses finds: (loss, index) of images, or, of every one, what `judge` returns, too
 Worsts = Sequence[tuple]
@@ -147,33 +145,44 @@ class Mistakes:
     predict: Predict
     draw: DrawExample | None
 
-    @torch.inference_mode()
     def draw_examples(
         self, path: Path, captions: Mapping[int, str] | None = None
-    ) -> list[Example]:
-        """Draw images by index, with their file and caption, and return them; by default some.
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Draw images by index, with their file and caption; by default some.
 
-        They are none of a stream, or without `draw`.
+        Returns their targets and logits: none of a stream, or without `draw`.
         """
         data = getattr(self.loader, "dataset", None)
         if not self.draw or data is None or isinstance(data, IterableDataset):
             return []
         data = getattr(self.loader, "seeded", None) or Seeded(data, self.classes, 0)
         captions = captions or dict.fromkeys(spread(len(data), EXAMPLES), "")
+        pairs: list[tuple[Tensor, Tensor]] = []
+        cells: list[pictures.Cell] = []
+        for index, caption in captions.items():
+            image, target = data[Key(0, index, is_val=True)][:2]
+            target = torch.as_tensor(target)
+            logits = self._logits_of(image)
+            pairs.append((target, logits))
+            numbers: list[int] = []
+            if target.ndim == 2 and not target.is_floating_point():  # a mask
+                numbers += target.unique().tolist()
+                numbers += logits.argmax(0).unique().tolist()
+            above = [
+                line for line in (short_name(data.dataset, index), caption) if line
+            ]
+            shown = images.visible(image), target, logits, self.classes
+            cells.append((shown, above, numbers))
+        pictures.draw_grid(path, cells, self.draw, self.classes)
+        return pairs
+
+    @torch.inference_mode()
+    def _logits_of(self, image: Tensor) -> Tensor:
         format = normalizing.format_of(self.loader)
         device = next(self.model.parameters()).device
-        names = short_names(data.dataset, captions)
-        examples: list[Example] = []
-        for name, (index, caption) in zip(names, captions.items(), strict=True):
-            image, target = data[Key(0, index, is_val=True)][:2]
-            batch = normalizing.normalize_images(image[None].to(device), format)
-            with replicas.in_evaluation(self.model):
-                logits = to_logits(self.predict(self.model, batch))[0].cpu()
-            above = [line for line in (name, caption) if line]
-            shown = images.visible(image)
-            examples.append((shown, torch.as_tensor(target), logits, above))
-        pictures.draw_images(path, examples, self.draw, self.classes)
-        return examples
+        batch = normalizing.normalize_images(image[None].to(device), format)
+        with replicas.in_evaluation(self.model):
+            return to_logits(self.predict(self.model, batch))[0].cpu()
 
     def write_files(
         self, folder: Path, confusion: Tensor | None, worst: Worsts
@@ -192,13 +201,12 @@ class Mistakes:
         captions = {}
         for number, (index, loss) in enumerate(losses.items(), 1):
             captions[index] = f"{number}.  loss {loss}"
-        examples = self.draw_examples(folder / "worst.png", captions)
+        pairs = self.draw_examples(folder / "worst.png", captions)
         # the files that worst.png shows, in its order
         columns = ["path", "label", "prediction", "loss"]
         with files.table(folder / "worst.csv", columns) as write:
-            for index, (_, target, logits, _) in zip(losses, examples, strict=False):
-                words = self._in_words(target, logits)
-                write([self._name(index), *words, losses[index]])
+            for (index, loss), pair in zip(losses.items(), pairs, strict=False):
+                write([self._name(index), *self._in_words(*pair), loss])
 
     def _name(self, index: int) -> str:
         data = samples.dataset_of(self.loader)
@@ -271,14 +279,9 @@ def spread(total: int, count: int) -> list[int]:
     return sorted({round(i * gap) for i in range(count)})
 
 
-def short_names(dataset: MapDataset, indices: Iterable[int]) -> list[str]:
-    """Return the files of samples, from the folder that all of them share, for a picture."""
-    every = [samples.file_of(dataset, index) for index in indices]
-    folders = [os.path.dirname(os.path.abspath(path)) for path in every if path]
-    root = os.curdir
-    with contextlib.suppress(ValueError):  # there are none, or they are on two drives
-        root = os.path.commonpath(folders)
-    return [clip_middle(path and os.path.relpath(path, root)) for path in every]
+def short_name(dataset: MapDataset, index: int) -> str:
+    """Return the file of a sample with its folder, for a picture; "" without one."""
+    return "/".join(Path(samples.file_of(dataset, index)).parts[-2:])
 
 
 def per_class(confusion: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ class Predictor:
             for kind in ("masks", "overlays"):
                 (output / kind).mkdir(parents=True, exist_ok=True)
             with drawing(output / "legend.png") as figure:
-                draw_legend(figure, self.classes, set(range(256)), "not tinted")
+                draw_legend(figure, self.classes, range(256))
 
         def write_mask(path: str, image: Tensor, mask: Tensor) -> None:
             mark()

@@ -377,8 +377,7 @@ class Reporter:
     def record(self, new: Sequence[Row]) -> None:
         """Draw curves.png, then write metrics.csv; TensorBoard and a tracker get the `new` rows."""
         path = self.folder / "curves.png"
-        best = self.facts.get("best", ())
-        shown = path, self.rows, self.classes, *best
+        shown = path, self.rows, self.classes
         self.beside(f"{path} is not drawn", pictures.draw_curves, *shown)
         self.beside(f"{self.folder}/metrics.csv is not written", self.write_rows)
         is_new = not any((self.folder / EPOCHS).glob(EVENTS))
