@@ -76,8 +76,7 @@ class LazyImage(Image.Image):
 
     decode: n -> the pixels at 1 / n of height and width, rounded up. shrinks: the n that `decode`
     takes besides 1, in descending order. grid: those of the image that a mask belongs to: its parts
-    begin and end where the image's do. is_turned: whether EXIF has turned it, which its height and
-    width do not show.
+    begin and end where the image's do.
 
         def val_transform(image: ddpkit.LazyImage) -> Tensor:
             return image.read((0, 0, image.height, image.width), (224, 224))
@@ -97,7 +96,6 @@ class LazyImage(Image.Image):
         self.decode = decode
         self.shrinks = shrinks
         self.grid: Sequence[int] = ()
-        self.is_turned = False
         self.is_loaded = False  # into memory of PIL, where its methods may change it
 
     @classmethod
@@ -305,25 +303,15 @@ def open_image(
             if is_deep(file):
                 values = read_values(path, data, format)
                 return LazyImage.of(_to_rgb(path, values, format))
-            size = file.size
-            orientation = file.getexif().get(ORIENTATION, 1)
-            if file.format in ("JPEG", "MPO") and file.mode in ("RGB", "L"):
-                image = _open_jpeg(path, data, size)
-                if orientation == 1:
-                    return image
-                # turned as Pillow does it: the pixels get the entry, then lose it
-                pixels = Image.fromarray(image.decode(1))
-                pixels.getexif()[ORIENTATION] = orientation
-                image = LazyImage.of(np.array(ImageOps.exif_transpose(pixels)))
-            else:
-                upright = _upright(file, data)
-                # to convert RGB would copy it
-                if upright.mode != "RGB":
-                    upright = upright.convert("RGB")
-                image = LazyImage.of(np.array(upright))
-            # a quarter turn shows by the size
-            image.is_turned = orientation in range(2, 9) and size == image.size
-            return image
+            is_upright = file.getexif().get(ORIENTATION, 1) == 1
+            is_jpeg = file.format in ("JPEG", "MPO")
+            if is_upright and is_jpeg and file.mode in ("RGB", "L"):
+                return _open_jpeg(path, data, file.size)
+            upright = _upright(file, data)
+            # to convert RGB would copy it
+            if upright.mode != "RGB":
+                upright = upright.convert("RGB")
+            return LazyImage.of(np.array(upright))
 
 
 def _divide(data: bytes) -> tuple[list[bytes], bytes]:

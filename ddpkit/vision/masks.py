@@ -209,9 +209,8 @@ def lazy_mask(
     if image.mode in ("LA", "RGBA"):
         _refuse_clear(path, image)
     if image.mode == "RGBA":
-        return LazyMask(
-            _as_keys(np.asarray(image)), ColorLegend(path, labels).translate
-        )
+        keys = _as_keys(np.asarray(image))
+        return LazyMask(keys, Legend(path, labels, are_keys=True).translate)
     if image.mode == "LA":
         image = image.getchannel("L")
     if image.mode in OF_8_BITS:
@@ -294,6 +293,7 @@ class Legend:
 
     colors: what each value of 8 bits shows, (red, green, blue); none of other types. tones: what
     black and white mean in the mask. is_palette: whether its file says which colours these are.
+    are_keys: its pixels are colours, as `_as_keys` has them.
     """
 
     def __init__(
@@ -303,14 +303,16 @@ class Legend:
         colors: Sequence[Sequence[int]] = (),
         tones: str = "other numbers",
         is_palette: bool = False,
+        are_keys: bool = False,
     ) -> None:
         self.path = path
         self.labels = labels
         self.colors = colors
         self.tones = tones
         self.is_palette = is_palette
-        self.numbers = labels.values  # class number or VOID, by what a pixel has
-        self.holds = "numbers"
+        self.are_keys = are_keys
+        # class number or VOID, by what a pixel has
+        self.numbers = labels.colored if are_keys else labels.values
 
     def translate(self, stored: np.ndarray) -> np.ndarray:
         """Return the class numbers of pixels as they are stored, uint8 (H, W).
@@ -328,7 +330,7 @@ class Legend:
         """Yield what the pixels show and what that means, where other masks may contradict it."""
         # If greys are listed, masks in grey mean colours, too: the two may be mixed.
         if self.labels.kind == 3 and not self.labels.has_greys:
-            yield "a mask", self.holds
+            yield "a mask", "colours" if self.are_keys else "numbers"
         # With white for 255 there is nothing to tell apart; black alone tells nothing.
         if self.labels.white != VOID and stored.any():
             yield BLACK_WHITE, self.tones
@@ -343,6 +345,8 @@ class Legend:
 
     def text_of(self, key: float) -> str:
         """Return a value as a line of classes.txt has it."""
+        if self.are_keys:
+            return " ".join(map(str, int(key).to_bytes(3, "little")))
         return " ".join([f"{key:g}"] * (3 if self.labels.has_greys else 1))
 
     def _explain(self, unknown: np.ndarray) -> str:
@@ -361,18 +365,6 @@ class Legend:
         if not float(key).is_integer():  # which classes.txt cannot list
             return line
         return f"{line}, or write into classes.txt: NAME = {text} or void = {text}"
-
-
-class ColorLegend(Legend):
-    """Of colours, as `_as_keys` has them."""
-
-    def __init__(self, path: str, labels: Labels) -> None:
-        super().__init__(path, labels)
-        self.numbers = labels.colored
-        self.holds = "colours"
-
-    def text_of(self, key: float) -> str:
-        return " ".join(map(str, int(key).to_bytes(3, "little")))
 
 
 def _values_in(stored: np.ndarray) -> list[int]:

@@ -1,5 +1,6 @@
 """What the model gets wrong: the worst images, and the numbers of each class."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ COUNT = 12  # images in worst.png
 EXAMPLES = 8  # in examples.png
 MEASURES = ("precision", "recall", "f1", "iou")
 MOST_LINES = 50  # classes in a printed table
-FEW_LINES = 20  # of more classes
 IGNORED = -100  # cross_entropy leaves this label out
 
 
@@ -147,23 +147,21 @@ class Mistakes:
 
     def draw_examples(
         self, path: Path, captions: Mapping[int, str] | None = None
-    ) -> list[tuple[Tensor, Tensor]]:
+    ) -> None:
         """Draw images by index, with their file and caption; by default some.
 
-        Returns their targets and logits: none of a stream, or without `draw`.
+        None of a stream, or without `draw`.
         """
         data = getattr(self.loader, "dataset", None)
         if not self.draw or data is None or isinstance(data, IterableDataset):
-            return []
+            return
         data = getattr(self.loader, "seeded", None) or Seeded(data, self.classes, 0)
         captions = captions or dict.fromkeys(spread(len(data), EXAMPLES), "")
-        pairs: list[tuple[Tensor, Tensor]] = []
         cells: list[pictures.Cell] = []
         for index, caption in captions.items():
             image, target = data[Key(0, index, is_val=True)][:2]
             target = torch.as_tensor(target)
             logits = self._logits_of(image)
-            pairs.append((target, logits))
             numbers: list[int] = []
             if target.ndim == 2 and not target.is_floating_point():  # a mask
                 numbers += target.unique().tolist()
@@ -174,7 +172,6 @@ class Mistakes:
             shown = images.visible(image), target, logits, self.classes
             cells.append((shown, above, numbers))
         pictures.draw_grid(path, cells, self.draw, self.classes)
-        return pairs
 
     @torch.inference_mode()
     def _logits_of(self, image: Tensor) -> Tensor:
@@ -194,19 +191,12 @@ class Mistakes:
                 path = folder / "confusion.png"
                 pictures.draw_confusion(path, confusion, self.classes)
         # another loader may not say which images they were
-        shown = [each[:2] for each in worst[:COUNT]]
-        losses = {index: f"{loss:.4g}" for loss, index in shown if index >= 0}
-        if not losses:
-            return
+        shown = [each for each in worst[:COUNT] if each[1] >= 0]
         captions = {}
-        for number, (index, loss) in enumerate(losses.items(), 1):
-            captions[index] = f"{number}.  loss {loss}"
-        pairs = self.draw_examples(folder / "worst.png", captions)
-        # the files that worst.png shows, in its order
-        columns = ["path", "label", "prediction", "loss"]
-        with files.table(folder / "worst.csv", columns) as write:
-            for (index, loss), pair in zip(losses.items(), pairs, strict=False):
-                write([self._name(index), *self._in_words(*pair), loss])
+        for number, (loss, index, *_) in enumerate(shown, 1):
+            captions[index] = f"{number}.  loss {loss:.4g}"
+        if captions:
+            self.draw_examples(folder / "worst.png", captions)
 
     def _name(self, index: int) -> str:
         data = samples.dataset_of(self.loader)
@@ -238,7 +228,7 @@ class Mistakes:
                 # another loader may not say which image it is
                 words = [self._name(index) if index >= 0 else ""]
                 if not is_mask:
-                    words += self._in_words(label, row - 0.5)
+                    words += self._in_words(label, row)
                 # nine digits are all of a float32
                 write([*words, *[f"{x:.9g}" for x in (loss, *row.flatten().tolist())]])
         if is_mask:
@@ -253,24 +243,14 @@ class Mistakes:
                         write([name, *best_threshold(*pair)])
         return {"ece": calibration_error(scores, labels)}
 
-    def _in_words(self, target: Tensor, logits: Tensor) -> list[str]:
-        """Return label and prediction; of a mask the classes' shares of its labelled pixels."""
-        if target.is_floating_point():  # several labels
-            labels = [(target > 0.5).nonzero(), (logits > 0).nonzero()]
-        else:
-            is_label = (target >= 0) & (target < len(logits))
-            labels = [target[is_label], logits.argmax(0)[is_label]]
-        said = []
-        for numbers in labels:
-            words = []
-            for number in numbers.unique().tolist():
-                word = self.classes[number]
-                if target.ndim > 1:
-                    share = (numbers == number).double().mean()
-                    word += f" {100 * share:.3g}%"
-                words.append(word)
-            said.append("; ".join(words))
-        return said
+    def _in_words(self, target: Tensor, scores: Tensor) -> list[str]:
+        """Return the label and the prediction, or several of each, by probabilities (classes,)."""
+        if target.ndim:
+            return [self._named(target > 0.5), self._named(scores > 0.5)]
+        return [self.classes[int(target)], self.classes[int(scores.argmax())]]
+
+    def _named(self, are_there: Tensor) -> str:
+        return "; ".join(itertools.compress(self.classes, are_there))
 
 
 def spread(total: int, count: int) -> list[int]:
@@ -335,34 +315,28 @@ def say_weak(folder: Path, results: Mapping[str, float]) -> None:
             )
 
 
-def per_class_lines(
-    confusion: Tensor, classes: Sequence[str], images: int | None
-) -> list[str]:
+def per_class_lines(confusion: Tensor, classes: Sequence[str]) -> list[str]:
     """Return the numbers of `per_class` as lines to print, and their means.
 
-    images: how many were evaluated. Of many classes they are those with the lowest F1.
+    Of many classes they are those with the lowest F1.
     """
     table = per_class(confusion)
-    means = table.nanmean(0)
-    means[-1] = table[:, -1].sum()
-    # of several labels per image there is no matrix of two sides
-    is_of_images = confusion.ndim == 3 or images is None or means[-1] <= images
-    unit = "images" if is_of_images else "pixels"
-    shown = MEASURES[:3] if is_of_images else MEASURES
     numbers = list(range(len(classes)))
     if len(classes) > MOST_LINES:
         # NaN, which sorts after all numbers, is of classes that are nowhere
-        numbers = table[:, 2].argsort(stable=True)[:FEW_LINES].tolist()
-    names = [*(classes[number] for number in numbers), "mean, sum"]
+        numbers = table[:, 2].argsort(stable=True)[:MOST_LINES].tolist()
     cells = []
-    for name, row in zip(names, [*table[numbers], means], strict=True):
-        *shares, support = row.tolist()
-        digits = [as_digits(share) for share in shares[: len(shown)]]
-        cells.append([clip(name), f"{support:,.0f}", *digits])
-    lines = table_lines(["class", unit, *shown], cells)
+    for number in numbers:
+        *shares, support = table[number].tolist()
+        cells.append(
+            [clip(classes[number]), *map(as_digits, shares), f"{support:,.0f}"]
+        )
+    *means, _ = table.nanmean(0).tolist()
+    cells.append(["mean", *map(as_digits, means), f"{table[:, -1].sum():,.0f}"])
+    lines = table_lines(["class", *MEASURES, "support"], cells)
     if len(numbers) < len(classes):
         lines.append(
-            f"these are the {len(numbers)} of {len(classes)} classes with the lowest f1; "
+            f"these are the {MOST_LINES} of {len(classes)} classes with the lowest f1; "
             "per_class.csv has all"
         )
     return lines

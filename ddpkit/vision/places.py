@@ -243,13 +243,6 @@ def is_beside(name: str) -> bool:
 def refuse_unknown(root: Path, folder: Path, has_masks: bool) -> NoReturn:
     """Raise a UserError that says what `folder`, in `root`, has, and what is expected."""
     inner = [each.name for each in inner_folders(folder)]
-    if not has_masks and not inner and images_in(folder):
-        parent = folder.parent
-        beside = {each.parent for each in parent.glob("*/*") if is_image(each.name)}
-        if len(beside) > 1:
-            raise UserError(
-                f"{folder} holds images but no class folders: did you mean --data {parent}?"
-            )
     there = inner + sorted({*os.listdir(folder)} - {*inner})
     raise UserError(
         f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}; {TASKS[has_masks]} "

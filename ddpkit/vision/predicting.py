@@ -4,7 +4,7 @@ import contextlib
 import functools
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,6 @@ from ddpkit.vision.pictures import draw_legend, drawing, overlay, paint
 
 ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 Read = Callable[[LazyImage], Tensor]
-# Flags that one kind of project has
-OF_TASKS = {
-    "classification": "--crop-pct --crop-scale --drop-path --grad-checkpointing",
-    "segmentation": "--cutmix --encoder --loss --tile",
-}
 
 
 def open_model(
@@ -56,35 +51,22 @@ def open_model(
         args = parse_args([], state["args"])
     except UserError as error:
         raise UserError(f"{path}: {error.line}") from None
-    tasks = task_of(state["args"]), task_of(vars(args).keys() - state["args"].keys())
-    if all(tasks):
-        raise UserError(
-            f"{path} is of a {tasks[0]} project, and this is one for {tasks[1]}"
-        )
     format = Format(**state["format"])
     try:
         with networks.offline():  # a stranger's checkpoint may name any network
             model = build_model(args, state["classes"], state["channels"])
-    except FileNotFoundError as error:  # of the hub's library, or of model.py
+    # of the libraries, which know no such network, or of model.py
+    except (LookupError, OSError, ValueError) as error:
         reason = reason_of(error, 120)
         raise UserError(
-            f"{path}: its network cannot be built ({reason}); what is on the hub, download first, "
-            "if you trust it"
+            f"{path}: its network cannot be built ({reason}): is it of the other task? What is on "
+            "the hub, download first, if you trust it"
         ) from None
     checkpoint.load_weights(model, state)
     model = uncompiled(model)  # a compiled one would compile for each size
     model = model.eval().to(device)
     model = model.to(memory_format=devices.memory_layout(device))
     return model, Classes(state["classes"], state.get("colors")), args, format
-
-
-def task_of(flags: Collection[str]) -> str:
-    """Return the task all of whose own flags are among `flags`, by their names, or nothing."""
-    for task, names in OF_TASKS.items():
-        own = [name.removeprefix("--").replace("-", "_") for name in names.split()]
-        if all(name in flags for name in own):
-            return task
-    return ""
 
 
 class Predictor:

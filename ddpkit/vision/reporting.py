@@ -41,9 +41,9 @@ from ddpkit.vision.mistakes import (
 )
 from ddpkit.vision.pictures import DrawExample
 from ddpkit.vision.rows import (
-    EpochLines,
     Row,
     as_digits,
+    epoch_line,
     is_of_class,
     only_numbers,
     recorded_rows,
@@ -109,7 +109,6 @@ class Reporter:
         if distributed.any_debugged():
             tqdm.monitor_interval = 0  # its thread would be one more row in each rank
         self.bar: tqdm | None = None  # which starts a thread
-        self.lines = EpochLines(epochs, classes)
         self.began = time.monotonic()
         self.waited = 0.0
         self.images = 0  # in this epoch, of all ranks
@@ -205,17 +204,14 @@ class Reporter:
         distributed.print0(
             f"{source.total} training + {val}{source.steps} steps per epoch"
         )
-        skipped = left_out(source, run.batch_size)
+        skipped = left_out(source)
         if skipped:
             distributed.print0(skipped)
         total = self.epochs * source.steps
         if source.steps < FEW_STEPS and total < USUAL_STEPS:
-            smaller = max(run.batch_size // 4, 1)
-            most = USUAL_STEPS * smaller // (source.steps * run.batch_size) + 1
-            epochs = max(most, self.epochs)
             distributed.print0(
                 f"only {total} optimizer steps in all; {USUAL_STEPS:,} or more are usual: try "
-                f"--batch-size {smaller} --epochs {epochs}"
+                f"--batch-size {run.batch_size // 4 or 1} and more --epochs"
             )
         amp = f" | amp {run.flags['amp']}" if "amp" in run.flags else ""
         jpeg = images.decoder()
@@ -253,7 +249,7 @@ class Reporter:
         self.network = line
 
     def note_facts(self, **more: object) -> None:
-        """Add something to args.json, such as flags=vars(args), for `compare` and a tracker."""
+        """Add something to args.json, such as flags=vars(args), also for a tracker."""
         facts = self.facts | more
         if self.active and facts != self.facts:
             self.facts = facts
@@ -360,9 +356,8 @@ class Reporter:
         row = self.rows[-1]
         seconds = time.monotonic() - self.began
         left = tqdm.format_interval((self.epochs - self.epoch) * seconds)
-        best, _ = self.facts.get("best", ("", ""))
-        for line in self.lines.of_row(row, left, best, is_best):
-            distributed.print0(line)
+        line = f"{epoch_line(row, self.epochs, self.classes)}  left {left}"
+        distributed.print0(f"{line}  best" if is_best else line)
         numbers = only_numbers(row)
         wait = numbers.get("data_wait", 0)
         seconds = numbers.get("train_seconds", 0)
@@ -482,8 +477,7 @@ class Reporter:
                 for name, value in results.items()
             }
             return distributed.print0(json.dumps(finite))
-        count = samples.size(samples.dataset_of(loader))
-        for line in evaluation_lines(results, confusion, self.classes, count):
+        for line in evaluation_lines(results, confusion, self.classes):
             distributed.print0(line)
         self.beside("classes are not looked at", say_weak, folder, results)
 
@@ -517,21 +511,15 @@ def nearest(path: Path | str) -> str:
     return str(path) if relative.startswith(os.pardir) else relative
 
 
-def left_out(source: TrainSampler | OtherSource, batch_size: int) -> str:
+def left_out(source: TrainSampler | OtherSource) -> str:
     """Return why an epoch has fewer images than there are, for the start line, if it has."""
     count = source.total % source.global_batch
     # by weights some images are drawn again, and others are not
     if not count or getattr(source, "cumulated", None) is not None:
         return ""
     line = f"drop_last: {count} images skipped per epoch (different ones each time)"
-    size = batch_size
-    while count > MOST_LEFT_OUT * source.total:
-        size //= 2
-        if not size:
-            return line
-        count = source.total % (source.global_batch // batch_size * size)
-    if size < batch_size:
-        line += f"; try --batch-size {size}"
+    if count > MOST_LEFT_OUT * source.total:
+        line += "; a smaller --batch-size may skip fewer"
     return line
 
 
@@ -583,15 +571,11 @@ def evaluation_lines(
     results: Mapping[str, float],
     confusion: Tensor | None,
     classes: Sequence[str],
-    count: int | None,
 ) -> list[str]:
-    """Return a table of the classes, and below it the results that are not in it.
-
-    count: of the images that were evaluated, if that is known.
-    """
+    """Return a table of the classes, and below it the results that are not in it."""
     lines = []
     if confusion is not None:
-        lines = per_class_lines(confusion, classes, count)
+        lines = per_class_lines(confusion, classes)
         others = {
             name: value
             for name, value in results.items()

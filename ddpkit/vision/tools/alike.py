@@ -11,7 +11,6 @@ from ddpkit.vision.images import LazyImage
 
 SIDE = 16  # of the thumbnails that are compared
 ALIKE = 0.998  # correlation of thumbnails, as after another JPEG or another size
-FLAT = 2  # of 255: thumbnails that vary less are of one colour, and show nothing
 # What comes before the last number of a name, if it has a number itself: p12_ of p12_3
 SERIES = re.compile(r"(.*\d.*\D)\d+")
 # of each image: path and thumbnail
@@ -21,9 +20,6 @@ Thumbnails = Sequence[tuple[str, Tensor]]
 def thumbnail(image: LazyImage) -> Tensor:
     """Return an image in grey, float32 (SIDE * SIDE,), of mean 0 and length 1; 0 of one colour."""
     grey = image.read(size=(SIDE, SIDE)).float().mean(0).flatten()
-    scale = 1 if image.mode.startswith("F") else 255
-    if grey.std() * 255 / scale < FLAT:
-        return torch.zeros_like(grey)
     return torch.nn.functional.normalize(grey - grey.mean(), dim=0)
 
 

@@ -30,7 +30,7 @@ from ddpkit.data.format import NAME, Format, read_format, write_format
 from ddpkit.data.samples import MapDataset
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
-from ddpkit.vision import folders, lists
+from ddpkit.vision import folders
 from ddpkit.vision.masks import (
     VOID,
     Labels,
@@ -59,7 +59,6 @@ class Facts:
     # pixels of each mask value, or {class: 1}
     counts: dict[int, int] = field(default_factory=dict)
     meant: Meant = field(default_factory=dict)  # of the values in a mask
-    is_turned: bool = False  # an image beside a mask
     # what `alike.thumbnail` makes of it
     small: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     # with "channels", (3, channels): pixels, sums of values 0 to 1, of squares
@@ -89,7 +88,6 @@ def look(part: str, dataset: MapDataset, index: int) -> Facts:
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     facts.digest = f"{pixels.shape} {digest}"  # images in one colour differ by size
     if masks:
-        facts.is_turned = image.is_turned
         values, counts = np.unique(numbers[0], return_counts=True)
         facts.counts = dict(zip(values.tolist(), counts.tolist(), strict=True))
     else:
@@ -125,7 +123,6 @@ class Survey:
         self.moments: Any = 0.0  # of training images
         self.meant: Meant = {}
         self.mixed: list[str] = []  # masks that mean something else
-        self.turned: list[str] = []
         # of masks with values 1 to N their N; 0 of others
         self.largest: set[int] = set()
         # part, path and labels by digest
@@ -181,12 +178,6 @@ class Survey:
         for part in self.small.keys() - {"train"}:
             self.warnings += alike.find_alike(self.small["train"], self.small[part])
         self.errors += self.mixed[:1]  # one for the whole set
-        if self.turned:
-            others = len(self.turned) - 1
-            self.warnings.append(
-                f"{self.turned[0]}: EXIF turns this image and {others} others; their "
-                "masks have to be upright"
-            )
         if self.has_masks:
             self.name_classes(labels)
 
@@ -201,8 +192,6 @@ class Survey:
         self.images[part].update(facts.counts.keys())
         if part == "train":
             self.moments += facts.moments
-        if facts.is_turned:
-            self.turned.append(path)
         values = facts.counts.keys() - {0, VOID}
         if values:
             self.largest.add(max(values) if len(values) == max(values) else 0)
@@ -336,11 +325,14 @@ def sort_out_broken(survey: Survey, skip: bool) -> None:
 def write_lists(survey: Survey) -> None:
     """Write DIR/train.csv and the others, without images that cannot be used.
 
-    Raises a UserError, before anything is written, if lists cannot be the same set without them.
+    Lists that are there are kept, with .old at the end of their names. Raises a UserError, before
+    anything is written, if lists cannot be the same set without these images.
     """
     with contextlib.redirect_stdout(io.StringIO()):  # said already
         tables = make_lists(survey)
     for path, rows in tables.items():
+        if path.exists():
+            path.replace(f"{path}.old")
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)
         files.save_text(path, text.getvalue())
@@ -348,7 +340,7 @@ def write_lists(survey: Survey) -> None:
 
 
 def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
-    """Return the rows of each list, by its path: of the old one, or of what folders have."""
+    """Return the rows of each list, by its path."""
     root = survey.root
     has_masks = survey.has_masks
     for line in survey.left_over:
@@ -359,9 +351,6 @@ def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
     pairs = folders.read_parts(root, has_masks, [*survey.sizes], ignored.append)
     tables = {}
     for part in reversed(PARTS):  # with train.csv, the last one, lists are read
-        path = folders.find_list(root, part)
-        if path and not folders.has_lists(root):
-            raise UserError(f"{path}: rename it: new lists would be read with it")
         if part not in pairs:
             continue
         kept = [pair for pair in pairs[part] if pair[0] not in survey.broken]
@@ -374,30 +363,23 @@ def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
                 raise UserError(
                     f"{root}: all training images of class {shorten(lost)} are broken: add others"
                 )
-        columns = list(folders.COLUMNS[has_masks])
-        if path:
-            tables[path] = keep_rows(path, columns[0], {pair[0] for pair in kept})
-        else:
-            rows = [as_row(pair, root, has_masks) for pair in kept]
-            tables[root / f"{part}.csv"] = [[*columns, "group"][: len(rows[0])], *rows]
+        rows = [as_row(pair, root, has_masks) for pair in kept]
+        columns = [*folders.COLUMNS[has_masks], "group"]
+        path = folders.find_list(root, part) or root / f"{part}.csv"
+        tables[path] = [columns[: len(rows[0])], *rows]
     return tables
-
-
-def keep_rows(path: Path, column: str, used: set[str]) -> list[list[str]]:
-    """Return the first row of a list, and those of the images `used`, with all their columns."""
-    rows = [row for _, row in lists.read_rows(path)]
-    kept = [row for row in rows if os.path.join(path.parent, row[column]) in used]
-    return [list(rows[0]), *(list(row.values()) for row in kept)]
 
 
 def as_row(pair: Sequence[str], root: Path, has_masks: bool) -> list[str]:
     """Return paths below `root`, or a label; a UserError if a list would be read otherwise."""
     path, label, *group = pair
-    several = folders.SEPARATOR in label and not has_masks
     row = [os.path.relpath(path, root), label, *group]
+    is_several = False
     if has_masks:
         row[1] = os.path.relpath(label, root)
+    elif not folders.has_lists(root):  # the name of a folder is one class
+        is_several = folders.SEPARATOR in label
     for value in row:
-        if several or value.encode("utf-8", "ignore").decode().strip() != value:
+        if is_several or value.encode("utf-8", "ignore").decode().strip() != value:
             raise UserError(f"{path}: rename it: no list can have {row}")
     return row
