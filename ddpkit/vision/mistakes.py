@@ -20,7 +20,6 @@ from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run.outputs import Outputs, to_logits
 from ddpkit.vision import images, lists, pictures
 from ddpkit.vision.pictures import DrawExample
-from ddpkit.vision.rows import as_digits, clip, table_lines
 
 # what TopLosses finds: (loss, index) of images, or, of every one, what `judge` returns, too
 Worsts = Sequence[tuple]
@@ -29,7 +28,6 @@ Predict = Callable[[nn.Module, Tensor], Outputs]  # of a batch of images
 COUNT = 12  # images in worst.png
 EXAMPLES = 8  # in examples.png
 MEASURES = ("precision", "recall", "f1", "iou")
-MOST_LINES = 50  # classes in a printed table
 IGNORED = -100  # cross_entropy leaves this label out
 
 
@@ -145,6 +143,7 @@ class Mistakes:
     predict: Predict
     draw: DrawExample | None
 
+    @torch.inference_mode()
     def draw_examples(
         self, path: Path, captions: Mapping[int, str] | None = None
     ) -> None:
@@ -157,11 +156,15 @@ class Mistakes:
             return
         data = getattr(self.loader, "seeded", None) or Seeded(data, self.classes, 0)
         captions = captions or dict.fromkeys(spread(len(data), EXAMPLES), "")
+        format = normalizing.format_of(self.loader)
+        device = next(self.model.parameters()).device
         cells: list[pictures.Cell] = []
         for index, caption in captions.items():
             image, target = data[Key(0, index, is_val=True)][:2]
             target = torch.as_tensor(target)
-            logits = self._logits_of(image)
+            batch = normalizing.normalize_images(image[None].to(device), format)
+            with replicas.in_evaluation(self.model):
+                logits = to_logits(self.predict(self.model, batch))[0].cpu()
             numbers: list[int] = []
             if target.ndim == 2 and not target.is_floating_point():  # a mask
                 numbers += target.unique().tolist()
@@ -172,14 +175,6 @@ class Mistakes:
             shown = images.visible(image), target, logits, self.classes
             cells.append((shown, above, numbers))
         pictures.draw_grid(path, cells, self.draw, self.classes)
-
-    @torch.inference_mode()
-    def _logits_of(self, image: Tensor) -> Tensor:
-        format = normalizing.format_of(self.loader)
-        device = next(self.model.parameters()).device
-        batch = normalizing.normalize_images(image[None].to(device), format)
-        with replicas.in_evaluation(self.model):
-            return to_logits(self.predict(self.model, batch))[0].cpu()
 
     def write_files(
         self, folder: Path, confusion: Tensor | None, worst: Worsts
@@ -313,30 +308,3 @@ def say_weak(folder: Path, results: Mapping[str, float]) -> None:
             distributed.print0(
                 f"no better than a guess: always answering {usual} has {name} {guess:.4f}"
             )
-
-
-def per_class_lines(confusion: Tensor, classes: Sequence[str]) -> list[str]:
-    """Return the numbers of `per_class` as lines to print, and their means.
-
-    Of many classes they are those with the lowest F1.
-    """
-    table = per_class(confusion)
-    numbers = list(range(len(classes)))
-    if len(classes) > MOST_LINES:
-        # NaN, which sorts after all numbers, is of classes that are nowhere
-        numbers = table[:, 2].argsort(stable=True)[:MOST_LINES].tolist()
-    cells = []
-    for number in numbers:
-        *shares, support = table[number].tolist()
-        cells.append(
-            [clip(classes[number]), *map(as_digits, shares), f"{support:,.0f}"]
-        )
-    *means, _ = table.nanmean(0).tolist()
-    cells.append(["mean", *map(as_digits, means), f"{table[:, -1].sum():,.0f}"])
-    lines = table_lines(["class", *MEASURES, "support"], cells)
-    if len(numbers) < len(classes):
-        lines.append(
-            f"these are the {MOST_LINES} of {len(classes)} classes with the lowest f1; "
-            "per_class.csv has all"
-        )
-    return lines

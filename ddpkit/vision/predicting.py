@@ -248,10 +248,3 @@ class Tolerant(Dataset):
             return path, self.read(open_image(path, self.format))
         except UserError as error:
             return path, str(error)
-        except (AttributeError, KeyError, TypeError) as error:
-            # such as one that flips image and mask together
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(
-                f"val_transform of dataset.py does not take an image alone ({reason}): "
-                "predict.py gives it that"
-            ) from error

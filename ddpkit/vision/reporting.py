@@ -32,11 +32,9 @@ from ddpkit.run.loop import Run
 from ddpkit.vision import images, pictures
 from ddpkit.vision.beside import Beside
 from ddpkit.vision.mistakes import (
-    MEASURES,
     Mistakes,
     Predict,
     Worsts,
-    per_class_lines,
     say_weak,
 )
 from ddpkit.vision.pictures import DrawExample
@@ -44,7 +42,6 @@ from ddpkit.vision.rows import (
     Row,
     as_digits,
     epoch_line,
-    is_of_class,
     only_numbers,
     recorded_rows,
     what_next,
@@ -55,6 +52,7 @@ Log = Callable[[dict[str, float]], object]  # takes a row of numbers
 # takes the id of the run to continue, or None; returns its id, and what takes the rows
 Start = Callable[[str | None], tuple[str, Log]]
 MOST_LEFT_OUT = 0.1  # of the images, in an epoch; more has a remedy
+MOST_LINES = 51  # of a table that is printed
 FEW_STEPS = 10  # in an epoch
 USUAL_STEPS = 1000  # at least, of a training
 
@@ -279,8 +277,8 @@ class Reporter:
             desc=f"epoch {epoch + 1}/{self.epochs}",
             unit="img",
             leave=False,
-            # so that logs stay readable
-            disable=not (self.active and _is_on_terminal()),
+            # None: where there is no terminal, so that logs stay readable
+            disable=None if self.active and sys.stderr else True,
         )
         self.steps.begin_epoch(bar)
         self.waited = 0.0
@@ -477,8 +475,12 @@ class Reporter:
                 for name, value in results.items()
             }
             return distributed.print0(json.dumps(finite))
-        for line in evaluation_lines(results, confusion, self.classes):
-            distributed.print0(line)
+        table = folder / "per_class.csv"
+        if table.exists():
+            for line in files.read_text(table).splitlines()[:MOST_LINES]:
+                distributed.print0(line)
+        for name, value in results.items():
+            distributed.print0(f"{name}  {as_digits(value)}")
         self.beside("classes are not looked at", say_weak, folder, results)
 
     def print_results(self, name: str, best: float, epoch: int, example: str) -> None:
@@ -559,30 +561,3 @@ def start_by_name(
         run.log(row, step=int(row["epoch"]))
 
     return run.id if tracker == "wandb" else run.name, log_row
-
-
-def _is_on_terminal() -> bool:
-    with contextlib.suppress(Exception):  # of a stream that is closed
-        return sys.stderr.isatty()
-    return False
-
-
-def evaluation_lines(
-    results: Mapping[str, float],
-    confusion: Tensor | None,
-    classes: Sequence[str],
-) -> list[str]:
-    """Return a table of the classes, and below it the results that are not in it."""
-    lines = []
-    if confusion is not None:
-        lines = per_class_lines(confusion, classes)
-        others = {
-            name: value
-            for name, value in results.items()
-            if not (name.startswith(MEASURES) and is_of_class(name, classes))
-        }
-        results = others or results
-    width = max(map(len, results))
-    for name, value in results.items():
-        lines.append(f"{name:{width}}  {as_digits(value)}")
-    return lines

@@ -118,18 +118,6 @@ def is_of_class(name: str, classes: Collection[str]) -> bool:
     return name.endswith(tuple(f"_{each}" for each in classes))
 
 
-def table_lines(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: names to the left, numbers, all but the first, to the right."""
-    table = [columns, *cells]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        words = list(map(str.rjust, row, widths))
-        words[0] = row[0].ljust(widths[0])
-        lines.append(GAP.join(words).rstrip())
-    return lines
-
-
 def epoch_line(row: Row, epochs: int, classes: Collection[str]) -> str:
     """Return an epoch's numbers as a line: those of single classes if they are few."""
     names = [name for name in only_numbers(row) if name not in OF_TUNING]

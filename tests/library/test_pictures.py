@@ -224,18 +224,15 @@ def check_areas(one: Path, other: Path, classes: Sequence[str], miou: float) -> 
 
 
 def check_printed(said: str, classes: dict, results: dict[str, float]) -> None:
-    """A table of the classes, their means, and the results that are not in it."""
+    """A table of the classes, the results, and what a guess would have."""
     lines = [line.split() for line in said.splitlines()]
-    at = lines.index(["class", "precision", "recall", "f1", "iou", "support"])
+    at = lines.index(["class,precision,recall,f1,iou,support"])
     for line, (name, row) in zip(lines[at + 1 :], classes.items(), strict=False):
-        numbers = [row[measure] for measure in lines[at][1:-1]]
-        shown = [f"{float(number):.4f}" for number in numbers]
-        assert line == [name, *shown, f"{int(row['support']):,}"]
-    last = lines[at + len(classes) + 1 :]
-    assert last[0][0] == "mean"
-    assert last[0][-2] == f"{results['miou']:.4f}"
-    names = ("val_loss", "miou")
-    assert last[1:3] == [[name, f"{results[name]:.4f}"] for name in names]
+        assert line == [",".join(row.values())]
+        assert row["class"] == name
+    after = lines[at + len(classes) + 1 :]
+    names = "val_loss", "miou"
+    assert after[:2] == [[name, f"{results[name]:.4f}"] for name in names]
     pixels = {name: int(row["support"]) for name, row in classes.items()}
     usual = max(pixels, key=pixels.__getitem__)
     guess = pixels[usual] / sum(pixels.values()) / len(pixels)

@@ -188,34 +188,6 @@ def test_what_is_wrong_in_a_mask() -> None:
     assert axes.get_title() == "mean IoU nan"
 
 
-def test_tables_of_classes() -> None:
-    """Of many classes those with the lowest f1; of none a mean without nan."""
-    matrix = torch.eye(60).long() * 9
-    matrix[7, 8] = 90
-    matrix[59] = 0
-    names = [f"class {i}" for i in range(60)]
-    lines = mistakes.per_class_lines(matrix, names)
-    columns = ["class", "precision", "recall", "f1", "iou", "support"]
-    assert lines[0].split() == columns
-    assert len(lines) == 53
-    assert lines[1].split()[:2] == ["class", "7"]
-    assert lines[1].split()[-1] == "99"
-    assert lines[-2].split()[0] == "mean"
-    assert lines[-2].split()[-1] == "621"
-    assert "nan" not in lines[-2]
-    assert "50 of 60 classes" in lines[-1]
-    assert len(mistakes.per_class_lines(matrix[:2, :2], names[:2])) == 4
-
-
-def test_what_a_table_lacks() -> None:
-    """An evaluation's loss, and an own metric of each class, are printed below the table."""
-    names = ["ground", "loss"]
-    results = {"val_loss": 0.5, "miou": 1.0, "iou_loss": 1.0, "dice_loss": 0.25}
-    matrix = torch.eye(2).long() * 9
-    lines = reporting.evaluation_lines(results, matrix, names)
-    assert [line.split()[0] for line in lines[4:]] == ["val_loss", "miou", "dice_loss"]
-
-
 def test_the_best_row() -> None:
     """By the direction, the first of equal ones; rows without the number do not count."""
     scores = math.nan, 2.0, 1.0, 3.0, "text", 1.0, 3.0

@@ -309,38 +309,36 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def sort_out_broken(survey: Survey, skip: bool) -> None:
-    """Note what cannot be used as errors; or `skip` it, by lists without it, with warnings."""
+    """Note what cannot be used as errors; or `skip` it, by lists without it, with warnings.
+
+    Lists that are there are kept, with .old at the end of their names.
+    """
     unused = [*survey.left_over, *survey.broken.values()]
     if skip and unused:
         try:
-            write_lists(survey)
+            with contextlib.redirect_stdout(io.StringIO()):  # said already
+                tables = make_lists(survey)
         except UserError as error:
             survey.errors.append(f"{error.line}; --skip-broken needs that")
         else:
+            for path, rows in tables.items():
+                if path.exists():
+                    path.replace(f"{path}.old")
+                text = io.StringIO()
+                csv.writer(text, lineterminator="\n").writerows(rows)
+                files.save_text(path, text.getvalue())
+                line = f"{path}: {len(rows) - 1} images, which training reads"
+                distributed.print0(line)
             survey.warnings += [f"left out: {line}" for line in unused]
             return
     survey.errors += unused
 
 
-def write_lists(survey: Survey) -> None:
-    """Write DIR/train.csv and the others, without images that cannot be used.
-
-    Lists that are there are kept, with .old at the end of their names. Raises a UserError, before
-    anything is written, if lists cannot be the same set without these images.
-    """
-    with contextlib.redirect_stdout(io.StringIO()):  # said already
-        tables = make_lists(survey)
-    for path, rows in tables.items():
-        if path.exists():
-            path.replace(f"{path}.old")
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        files.save_text(path, text.getvalue())
-        distributed.print0(f"{path}: {len(rows) - 1} images, which training reads")
-
-
 def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
-    """Return the rows of each list, by its path."""
+    """Return the rows of each list, by its path, without images that cannot be used.
+
+    Raises a UserError if lists cannot be the same set without them.
+    """
     root = survey.root
     has_masks = survey.has_masks
     for line in survey.left_over:

@@ -73,7 +73,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     infer = functools.partial(own.infer, args=args)
     network = Network(model, infer, format).eval()
     side = 512 if stride else int(used.get("image_size", 224))  # pixels
-    batches = draw_batches(format, stride, side)
+    batch = torch.rand(3, format.channels or 3, side, side)
+    if not format.channels:
+        batch = (255 * batch).byte()
+    batches = [batch, batch[:1]]
+    if stride:  # the sides are free
+        batches.append(torch.cat([batch[1:2], batch[2:]], dim=3))
     with torch.inference_mode():
         expected = [network(batch) for batch in batches]
     mean, std = format.statistics
@@ -98,17 +103,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not difference <= TOLERANCE:
             raise UserError(f"{line}, more than {TOLERANCE:.0e}: not written")
     print(line)
-
-
-def draw_batches(format: Format, stride: int, side: int) -> list[Tensor]:
-    """Return batches of 3 images, of 1, and if sizes are free of one that is twice as wide."""
-    batch = torch.rand(3, format.channels or 3, side, side)
-    if not format.channels:
-        batch = (255 * batch).byte()
-    batches = [batch, batch[:1]]
-    if stride:
-        batches.append(torch.cat([batch[1:2], batch[2:]], dim=3))
-    return batches
 
 
 def write_onnx(

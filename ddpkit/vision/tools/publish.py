@@ -48,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("args", "resumed_from"):
         if name in state:
             state[name] = without_paths(state[name])
-    about = without_paths(files.parse(path.with_name("args.json"), to_dict, "JSON"))
+    about = without_paths(
+        files.parse(
+            path.with_name("args.json"), lambda text: dict(json.loads(text)), "JSON"
+        )
+    )
     title = given.repo or process.project().name
     # before anything is written, because it may find a fault
     card = make_card(path, state, about, title, given.license, contents)
@@ -76,10 +80,6 @@ def read_own(path: Path, most: int = -1) -> bytes:
             f"{path}: not published ({error.strerror}): others may have put it there; look at "
             "it, then replace it by a copy"
         ) from None
-
-
-def to_dict(content: bytes) -> dict[str, object]:
-    return dict(json.loads(content))
 
 
 def without_paths(value: object) -> Any:
