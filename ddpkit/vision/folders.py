@@ -50,8 +50,13 @@ def raise_it(error: UserError) -> None:
     raise error
 
 
-def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Like os.walk, sorted folders and links to them, each once, but for hidden and system ones."""
+def walk(
+    folder: Path, output: Path | None = None
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Like os.walk, sorted folders and links to them, each once, but for hidden and system ones.
+
+    Nor folders of runs, and what predict.py has written. output: where it writes.
+    """
 
     def refuse(error: OSError) -> NoReturn:
         # os.walk would leave out the folder
@@ -62,14 +67,22 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     for place in folder.resolve(), folder.absolute().parent.resolve():
         seen.update(map(str, (place / "any").parents))  # the place, and those above
     for parent, inner, names in os.walk(folder, onerror=refuse, followlinks=True):
-        below = sorted(inner)
+        there = {*inner, *names}
+        made: set[str] = set()
+        if OF_A_RUN in names and parent != str(folder):
+            made = there
+        elif there >= OF_PREDICTIONS or os.path.realpath(parent) == str(output):
+            made = there & OF_PREDICTIONS
+        if made:
+            say_skipped("a run or predict.py writes there", parent)
+        below = sorted({*inner} - made)
         inner.clear()  # os.walk goes on with what is in this list afterwards
         for name in below:
             real = os.path.realpath(os.path.join(parent, name))
             if real not in seen and not name.startswith(".") and not is_leftover(name):
                 seen.add(real)
                 inner.append(name)
-        yield parent, inner, names
+        yield parent, inner, [name for name in names if name not in made]
 
 
 def is_leftover(name: str) -> bool:
@@ -86,34 +99,13 @@ def say_skipped(why: str, what: str) -> None:
     distributed.print0(f"skipped, because {why}: {what}")
 
 
-def walk_data(
-    folder: Path, output: Path | None = None
-) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Like `walk`, but for folders of runs, and what predict.py has written.
-
-    output: where predict.py writes.
-    """
-    for parent, inner, names in walk(folder):
-        there = {*inner, *names}
-        made: set[str] = set()
-        if OF_A_RUN in names and parent != str(folder):
-            made = there
-        elif there >= OF_PREDICTIONS or os.path.realpath(parent) == str(output):
-            made = there & OF_PREDICTIONS
-        if made:
-            say_skipped("a run or predict.py writes there", parent)
-        # `walk` goes on with what remains
-        inner[:] = [name for name in inner if name not in made]
-        yield parent, inner, [name for name in names if name not in made]
-
-
 def list_images(folder: Path, output: Path | None = None) -> list[str]:
     """Return the paths of all images below `folder`, sorted; a UserError if there are none.
 
-    output: as of `walk_data`.
+    output: as of `walk`.
     """
     paths_of: dict[str, list[str]] = {}  # by the files' endings
-    for parent, _, names in walk_data(folder, output):
+    for parent, _, names in walk(folder, output):
         for name in names:
             if not name.startswith("."):
                 ending = os.path.splitext(name)[1].lower()
@@ -387,7 +379,7 @@ def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs
 def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
     """Return (path, class name) of all images in the class folders of a place."""
     folder = place.images
-    _, names, _ = next(walk_data(folder))
+    _, names, _ = next(walk(folder))
     if place.is_flat:  # beside the folders of other parts
         names = [name for name in names if not places.is_part(name)]
     if not names:

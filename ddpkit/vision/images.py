@@ -412,7 +412,10 @@ def read_values(
 ) -> np.ndarray:
     """Return the values of a file, of their own type: (H, W, channels)."""
     if is_array(path):
-        values = _read_npy(path, data, format)
+        # what its header claims beyond the data is an error
+        values = np.load(io.BytesIO(data), allow_pickle=False)
+        if values.ndim > 1:  # else it is refused for that
+            format.check_size(path, (values.shape[1], values.shape[0]))
     elif data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):  # TIFF, and BigTIFF
         values = _read_tiff(path, data, format)
     else:
@@ -435,18 +438,6 @@ def read_values(
             f"{path}: values of shape {values.shape}, not (height, width, "
             f"{format.channels}); save it so, or correct data.json"
         )
-    return values
-
-
-def _read_npy(
-    path: str,
-    data: bytes,
-    format: Format,
-) -> np.ndarray:
-    """Return the array in `data`: what its header claims beyond that is an error."""
-    values = np.load(io.BytesIO(data), allow_pickle=False)
-    if values.ndim > 1:  # else it is refused for that
-        format.check_size(path, (values.shape[1], values.shape[0]))
     return values
 
 

@@ -1,7 +1,6 @@
 """The images of predict.py, and what it writes of them."""
 
 import contextlib
-import functools
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -190,31 +189,24 @@ class Predictor:
         at the right and below. Raises a UserError if two images have the same name.
         """
         # first of all, so that two of one name are refused before the work begins
-        name_of = {
-            path: name for name, path in folders.index_by_name(self.files).items()
-        }
-
-        def save_image(kind: str, path: str, drawn: Image.Image) -> None:
-            file = output / kind / f"{name_of[path]}.png"
-            with files.writing(file, parents=True) as tmp_path:
-                drawn.save(tmp_path, format="png")
-
-        @functools.cache
-        def mark() -> None:
-            """Make what tells that this folder is no input, also if the rest is not written."""
-            for kind in ("masks", "overlays"):
-                (output / kind).mkdir(parents=True, exist_ok=True)
-            with drawing(output / "legend.png") as figure:
-                draw_legend(figure, self.classes, range(256))
+        named = folders.index_by_name(self.files)
+        name_of = {path: name for name, path in named.items()}
+        # these tell that this folder is no input, also if the rest is not written
+        for kind in ("masks", "overlays"):
+            (output / kind).mkdir(parents=True, exist_ok=True)
+        with drawing(output / "legend.png") as figure:
+            draw_legend(figure, self.classes, range(256))
 
         def write_mask(path: str, image: Tensor, mask: Tensor) -> None:
-            mark()
             pixels = visible(image).permute(1, 2, 0).numpy()
             height, width = pixels.shape[:2]
             numbers = mask[:height, :width].numpy()  # without what was padded
-            tinted = overlay(pixels, numbers, self.classes)
-            save_image("masks", path, paint(numbers, self.classes))
-            save_image("overlays", path, Image.fromarray(tinted))
+            tinted = Image.fromarray(overlay(pixels, numbers, self.classes))
+            painted = paint(numbers, self.classes)
+            for kind, drawn in ("masks", painted), ("overlays", tinted):
+                file = output / kind / f"{name_of[path]}.png"
+                with files.writing(file, parents=True) as tmp_path:
+                    drawn.save(tmp_path, format="png")
 
         yield write_mask
         self.finish(f"{output / 'masks'}, {output / 'overlays'}")
@@ -222,8 +214,6 @@ class Predictor:
     def finish(self, where: object) -> None:
         """Print the number of images; list the unreadable ones and exit with status 1 if any."""
         count = len(self.files) - len(self.broken)
-        if count == 0:
-            where = "no file written"
         distributed.print0(f"{count} of {len(self.files)} images predicted: {where}")
         for line in self.broken:
             print_error(line)

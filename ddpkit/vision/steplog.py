@@ -19,8 +19,6 @@ from ddpkit.ranks import devices, distributed
 from ddpkit.run.file_names import EVENTS, STEPS
 from ddpkit.vision.beside import Beside
 
-CLOSING_SECONDS = 2
-
 
 class Board:
     """TensorBoard's SummaryWriter for a folder, opened at its first use; its errors are a line.
@@ -178,18 +176,14 @@ class StepLog:
         self.writer.flush()
 
     def close(self) -> None:
-        """Write what arrives within CLOSING_SECONDS, and close the file.
+        """Write what has arrived, and close the file.
 
-        It does not wait for longer: after an error the device may never come so far.
+        It does not wait: after an error the device may never come so far.
         """
         if os.getpid() != self.process:
             return
-        until = time.monotonic() + CLOSING_SECONDS
         with contextlib.suppress(RuntimeError):  # of a device that failed
             self._write_arrived()
-            while self.pending and time.monotonic() < until:
-                time.sleep(0.01)
-                self._write_arrived()
         self.pending = []
         self.writer.close()
 

@@ -56,7 +56,7 @@ class Facts:
     error: str = ""  # why training cannot use it; then the rest is empty
     size: tuple[int, int] = (0, 0)  # width and height, upright
     digest: str = ""  # of the image's shape and pixels
-    # pixels of each mask value, or {class: 1}
+    # {value or class: 1}
     counts: dict[int, int] = field(default_factory=dict)
     meant: Meant = field(default_factory=dict)  # of the values in a mask
     # what `alike.thumbnail` makes of it
@@ -88,8 +88,7 @@ def look(part: str, dataset: MapDataset, index: int) -> Facts:
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     facts.digest = f"{pixels.shape} {digest}"  # images in one colour differ by size
     if masks:
-        values, counts = np.unique(numbers[0], return_counts=True)
-        facts.counts = dict(zip(values.tolist(), counts.tolist(), strict=True))
+        facts.counts = dict.fromkeys(np.unique(numbers[0]).tolist(), 1)
     else:
         facts.counts = dataset.count_labels(index)
     channels = dataset.format.channels
@@ -118,7 +117,6 @@ class Survey:
         self.classes: Sequence[str] = ()
         self.sizes: dict[str, list[tuple[int, int]]] = {}
         # of each part, by class number
-        self.pixels: dict[str, Counter] = {}
         self.images: dict[str, Counter] = {}
         self.moments: Any = 0.0  # of training images
         self.meant: Meant = {}
@@ -164,7 +162,6 @@ class Survey:
             dataset = kind(folders.Part(samples, format, labels), tuple)
             self.sizes[part] = []
             self.small[part] = []
-            self.pixels[part] = Counter()
             self.images[part] = Counter()
             keys += [(part, dataset, index) for index in range(len(dataset))]
         options = loading.workers(workers, torch.device("cpu"))
@@ -188,7 +185,6 @@ class Survey:
             self.broken[path] = facts.error
             return
         self.sizes[part].append(facts.size)
-        self.pixels[part].update(facts.counts)
         self.images[part].update(facts.counts.keys())
         if part == "train":
             self.moments += facts.moments
@@ -262,20 +258,13 @@ class Survey:
             # the least and the greatest, once if they are equal
             ends = dict.fromkeys(by_area[:1] + by_area[-1:])
             text = " to ".join(f"{width} x {height}" for width, height in ends)
-            yield f"{part:10}{len(sizes)} images; width x height: {text or 'none'}"
-        unit = "pixels" if self.has_masks else "images"
-        yield f"classes   images, and share of the {unit}, in {', '.join(self.images)}"
+            yield f"{part}: {len(sizes)} images; width x height: {text or 'none'}"
         names = dict(enumerate(self.classes))
         if self.has_masks:
             names[VOID] = "void"
-        longest = max(map(len, names.values()), default=0)
         for value, name in names.items():
-            line = f"          {name:{longest}}"
-            for part, images in self.images.items():
-                pixels = self.pixels[part]
-                share = 100 * pixels[value] / max(pixels.total(), 1)
-                line += f"  {images[value]:9} {share:8.3g} %"
-            yield line
+            counts = [f"{part} {each[value]}" for part, each in self.images.items()]
+            yield f"{name}: images in {', '.join(counts)}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
