@@ -142,7 +142,13 @@ def collect(
             start = given.parent
             paths = [str(given)]
         else:
-            paths = list_images(given, output)
+            try:
+                paths = list_images(given, output)
+            except UserError:
+                if len(inputs) == 1 or not given.is_dir():
+                    raise
+                say_skipped("it has no images", str(given))
+                continue
         for path in paths:
             images.append((path, os.path.splitext(os.path.relpath(path, start))[0]))
     return images

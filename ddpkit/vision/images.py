@@ -154,7 +154,8 @@ class LazyImage(Image.Image):
 
     def __reduce__(self) -> tuple:
         # for another process, which cannot get the function `decode`
-        return LazyImage.of, (np.array(self if self.is_loaded else self.pixels),)
+        pixels = self._part(1, slice(None), slice(None))
+        return LazyImage.of, (np.array(pixels[..., 0] if self.mode == "P" else pixels),)
 
     def read(
         self,

@@ -355,7 +355,7 @@ def test_names_that_are_not_paired(tmp_path: Path) -> None:
     for path in list(place.masks.iterdir()):
         (place.images / path.name).touch()
         path.with_name(f"{path.stem}_a.png").touch()
-    with refusal("pairing.refuse_doubt", "0_a.png", "0_a_a.png"):
+    with refusal("pairing.match_names", "0_a.png", "0_a_a.png"):
         folders.match_pairs(place)
     for number, masks in enumerate(["{}0.png", "{}_1.png", "{}0_mask.png"]):
         place = touch_pairs(tmp_path / str(number), "{}.jpg", masks, range(1, 10))

@@ -468,7 +468,7 @@ class TestFilesOfPhones:
         expected = self.save(path, format=kind, quality=95)
         off = read(path).astype(int) - expected
         assert abs(off).mean() < 9  # chroma is halved
-        with refusal("masks.refuse_changed", path, kind):
+        with refusal("masks.lazy_mask", path, kind):
             masks.read_mask(str(path), masks.unnamed())
 
     def test_without_the_package(
