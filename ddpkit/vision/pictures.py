@@ -187,9 +187,15 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
         axes.set_yticks(range(count), names, fontsize=size)
         for row, column in np.argwhere(percent > 0):
             value = percent[row, column]
-            color = "white" if value > 30 else "black"
-            place = {"ha": "center", "va": "center", "fontsize": size}
-            axes.text(column, row, f"{value:.1f}", color=color, **place)
+            axes.text(
+                column,
+                row,
+                f"{value:.1f}",
+                color="white" if value > 30 else "black",
+                fontsize=size,
+                ha="center",
+                va="center",
+            )
 
 
 def draw_grid(
@@ -228,8 +234,9 @@ def lay_out(figure: "Figure") -> None:
     rows = math.ceil(len(every) / columns)
     cell = WIDTH / columns * height / width + TITLE * lines
     figure.set_size_inches(WIDTH, rows * cell)
-    for axes, place in zip(every, figure.add_gridspec(rows, columns), strict=False):
-        axes.set_subplotspec(place)
+    grid = figure.add_gridspec(rows, columns)
+    for i, axes in enumerate(every):
+        axes.set_subplotspec(grid[i])
 
 
 def draw_legend(
