@@ -146,7 +146,7 @@ class StepLog:
             event = torch.get_device_module(self.device).Event()
             event.record()
 
-        def write() -> None:
+        def write_entry() -> None:
             mean, *norm = values.tolist()
             numbers = {"loss": mean, "lr": lr, "img_per_s": img_per_s}
             shown = {"loss": f"{mean:.4g}", "lr": f"{lr:.3g}"}
@@ -161,7 +161,7 @@ class StepLog:
             for name, value in numbers.items():
                 self.writer.add_scalar(name, value, step)
 
-        self.pending.append((event, write))
+        self.pending.append((event, write_entry))
         self.writer.get_logdir()  # opening it takes seconds, which are not the next entry's
         self._write_arrived()
         self.images = 0
@@ -189,8 +189,8 @@ class StepLog:
 
     def _write_arrived(self) -> None:
         while self.pending:
-            event, write = self.pending[0]
+            event, write_entry = self.pending[0]
             if event and not event.query():
                 return
             del self.pending[0]
-            write()
+            write_entry()
