@@ -100,8 +100,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         exported = write_onnx(network, batches[0], stride, tmp_path, metadata)
         for batch, logits in zip(batches, expected, strict=True):
             most = TOLERANCE * logits.abs().max().clamp(min=1).item()
-            torch.testing.assert_close(exported(batch), logits, rtol=0, atol=most)
-    print(f"{path}: returns what the network does, up to {TOLERANCE} of a logit")
+            torch.testing.assert_close(
+                exported(batch), logits, rtol=0, atol=most, msg="other logits"
+            )
+    print(f"{path}: logits as those of the network, to {TOLERANCE} of the largest")
 
 
 def write_onnx(
