@@ -69,7 +69,7 @@ def walk(
     for parent, inner, names in os.walk(folder, onerror=refuse, followlinks=True):
         there = {*inner, *names}
         made: set[str] = set()
-        if OF_A_RUN in names and parent != str(folder):
+        if OF_A_RUN in names:
             made = there
         elif there >= OF_PREDICTIONS or os.path.realpath(parent) == str(output):
             made = there & OF_PREDICTIONS
@@ -100,9 +100,10 @@ def say_skipped(why: str, what: str) -> None:
 
 
 def list_images(folder: Path, output: Path | None = None) -> list[str]:
-    """Return the paths of all images below `folder`, sorted; a UserError if there are none.
+    """Return the paths of all images below `folder`, sorted.
 
-    output: as of `walk`.
+    output: as of `walk`. Raises a UserError if there are none, unless that is because runs or
+    predict.py write there.
     """
     paths_of: dict[str, list[str]] = {}  # by the files' endings
     for parent, _, names in walk(folder, output):
@@ -112,7 +113,10 @@ def list_images(folder: Path, output: Path | None = None) -> list[str]:
                 paths_of.setdefault(ending, []).append(os.path.join(parent, name))
     # arrays may be anything, such as embeddings beside the images
     read = (EXTENSIONS & paths_of.keys()) or ({".npy"} & paths_of.keys())
-    if not read:
+    if not read and not any(
+        OF_A_RUN in names or OF_PREDICTIONS <= {*inner, *names}
+        for _, inner, names in os.walk(folder)
+    ):
         there = shorten(sorted(paths_of)) or "nothing"
         raise UserError(
             f"{folder}: no images in it ({there}); add some, such as .jpg or .png, or remove the "
@@ -142,13 +146,7 @@ def collect(
             start = given.parent
             paths = [str(given)]
         else:
-            try:
-                paths = list_images(given, output)
-            except UserError:
-                if len(inputs) == 1 or not given.is_dir():
-                    raise
-                say_skipped("it has no images", str(given))
-                continue
+            paths = list_images(given, output)
         for path in paths:
             images.append((path, os.path.splitext(os.path.relpath(path, start))[0]))
     return images

@@ -121,7 +121,7 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
     assert card.data.pipeline_tag == "image-classification"
     assert card.data.model_name == "me/net" and card.data.license == "unknown"
     assert card.data.eval_results[0].dataset_name == "set"
-    assert "shufflenet_v2_x0_5 for image-classification" in card.text
+    assert "shufflenet\\_v2\\_x0\\_5 for image-classification" in card.text
 
 
 def test_what_others_may_have_made(
