@@ -114,7 +114,7 @@ def list_images(folder: Path, output: Path | None = None) -> list[str]:
     # arrays may be anything, such as embeddings beside the images
     read = (EXTENSIONS & paths_of.keys()) or ({".npy"} & paths_of.keys())
     if not read and not any(
-        OF_A_RUN in names or OF_PREDICTIONS <= {*inner, *names}
+        OF_A_RUN in names or {*inner, *names} >= OF_PREDICTIONS
         for _, inner, names in os.walk(folder)
     ):
         there = shorten(sorted(paths_of)) or "nothing"
