@@ -1,7 +1,9 @@
 """Errors whose message is one line, and how a line is printed."""
 
+import atexit
 import contextlib
 import importlib.util
+import os
 import re
 import sys
 import textwrap
@@ -113,6 +115,17 @@ def print_line(line: str, stream: TextIO | None) -> None:
         # at once, so that the lines of several ranks do not mix
         stream.write(f"{text}\n")
         stream.flush()
+
+
+def guard_streams() -> None:
+    """Have closed streams, and what cannot be printed at the end, do no harm."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # the next file would get the number, and what C++ prints
+            # the lowest number that is free, so this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    atexit.register(drop_unprinted)
 
 
 def drop_unprinted() -> None:

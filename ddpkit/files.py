@@ -145,19 +145,27 @@ def check_size(path: Path | str, content: object) -> None:
 
     Lists of references to one list, for instance, double in length at each level.
     """
-    waiting = [content]
-    size = 0
-    while waiting and size < MOST_VALUES:
-        value = waiting.pop()
+    sizes: dict[int, int] = {}
+
+    def size_of(value: object) -> int:
+        if isinstance(value, str | bytes):
+            return len(value)
         if isinstance(value, int) and value.bit_length() > MOST_BITS:
-            size = MOST_VALUES
-        if isinstance(value, str | bytes | dict | list | tuple | set):
-            size += len(value)
+            return MOST_VALUES
+        parts: list[object] = []
         if isinstance(value, dict):
-            waiting += [*value, *value.values()]
+            parts = [*value, *value.values()]
         elif isinstance(value, list | tuple | set):
-            waiting += value
-    if size >= MOST_VALUES:
+            parts = [*value]
+        if parts and id(value) not in sizes:
+            sizes[id(value)] = sum(map(size_of, parts))
+        return 1 + sizes.get(id(value), 0)
+
+    try:
+        is_usual = size_of(content) < MOST_VALUES
+    except RecursionError:  # it is in itself, for instance
+        is_usual = False
+    if not is_usual:
         raise UserError(f"{path}: numbers or lists in it are larger than any in use")
 
 
@@ -168,17 +176,35 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
-        # what a killed run has left, or a link, which would be followed
+        # what a killed run has left, or a link, which "x" does not follow
         partial.unlink(missing_ok=True)
-        yield partial
-        # before the rename, or a crash could leave a name without the content
-        sync(partial)
+        with partial.open("xb") as file:
+            # In a folder of a group somebody may put a link to another file of this
+            # user's in its place: what is written is the open file.
+            yield name_of(file.fileno(), partial)
+            # before the rename, or a crash could leave a name without the content
+            os.fsync(file.fileno())
+            # nobody can on Windows
+            is_own = sys.platform == "win32" or os.path.samestat(
+                os.fstat(file.fileno()), os.lstat(partial)
+            )
+            if not is_own:
+                raise OSError(None, f"another process has replaced {partial.name}")
         move(partial, path)
     except OSError as error:
         raise failure(path, error) from None
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def name_of(handle: int, path: Path) -> Path:
+    """Return a name of the open file itself, if the system has one; else `path`.
+
+    It remains when the file is renamed, replaced or removed, until this process closes it.
+    """
+    own = Path(f"/proc/self/fd/{handle}")
+    return own if own.exists() else path
 
 
 def save_text(path: Path, text: str) -> None:
@@ -194,10 +220,13 @@ def make_folder(path: Path) -> None:
     path.mkdir()
     if sys.platform == "win32":
         return
-    around = path.parent.stat()
+    handle = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW)
     with contextlib.suppress(OSError):  # the group is not this user's
-        os.chown(path, -1, around.st_gid)
-        path.chmod(path.stat().st_mode | around.st_mode & 0o2070)
+        around = path.parent.stat()
+        os.fchown(handle, -1, around.st_gid)
+        mode = os.fstat(handle).st_mode | around.st_mode & 0o2070
+        os.fchmod(handle, stat.S_IMODE(mode))
+    os.close(handle)
 
 
 def move(source: Path, target: Path) -> None:
@@ -224,6 +253,11 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
             writer = csv.writer(file, lineterminator="\n")
 
             def write_row(row: Sequence) -> None:
+                if len(row) != len(columns):
+                    raise UserError(
+                        f"{path}: a row of {len(row)} values for {len(columns)} "
+                        "columns: write one for each"
+                    )
                 writer.writerow(map(as_text, row))
 
             write_row(columns)
@@ -301,8 +335,11 @@ def _open_lock(path: Path) -> int:
     Whoever can open it can lock it, even to read: others could keep every run from its folder. But
     a group that shares the folder takes turns.
     """
-    # not a link, nor a pipe that waits
-    safely = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    if path.is_symlink():
+        path.unlink()
+    if sys.platform == "win32":
+        return os.open(path, os.O_RDWR | os.O_CREAT)
+    safely = os.O_NOFOLLOW | os.O_NONBLOCK  # not a link, nor a pipe that waits
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | safely, 0o600)
     except PermissionError:
@@ -310,9 +347,12 @@ def _open_lock(path: Path) -> int:
             raise
         # of a colleague with a umask of 022; flock needs no more
         return os.open(path, os.O_RDONLY | safely)
-    with contextlib.suppress(OSError):  # it is another user's
-        # "rw" for those that have "w" there
-        path.chmod(0o600 | 3 * (path.parent.stat().st_mode & 0o022))
+    folder = path.parent.stat()
+    mode = 0o600 | 3 * (folder.st_mode & 0o022)  # "rw" for those that have "w" there
+    # it is another user's, or the group is not this user's
+    with contextlib.suppress(OSError):
+        os.chown(handle, -1 if os.geteuid() else folder.st_uid, folder.st_gid)
+        os.fchmod(handle, mode)
     return handle
 
 

@@ -31,7 +31,6 @@ SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-pe
 # exits as the rank that failed first. MAX_RESTARTS starts them again. This module
 # imports no torch.
 
-import atexit
 import contextlib
 import math
 import os
@@ -44,7 +43,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from ddpkit.errors import UserError, drop_unprinted, no_torch, print_error, print_line
+from ddpkit.errors import UserError, guard_streams, no_torch, print_error, print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.ranks.environment import Nodes
 
@@ -62,6 +61,7 @@ class Ranks:
         self.nodes = nodes
         self.running: list[subprocess.Popen] = []
         self.first = 0  # the signal that came first
+        self.first_at = 0.0
         self.sent: set[int] = set()
         self.kill_at = math.inf
         for signum in protocol.STOP_SIGNALS:
@@ -100,7 +100,8 @@ class Ranks:
     def on_signal(self, signum: int, _: object) -> None:
         if not self.first:
             self.first = signum
-            self.kill_at = time.monotonic() + protocol.STOP_SECONDS
+            self.first_at = time.monotonic()
+            self.kill_at = self.first_at + protocol.STOP_SECONDS
         self.send(signum)
 
     def send(self, signum: int) -> None:
@@ -141,8 +142,9 @@ class Ranks:
                 self.send(protocol.KILL)
                 if self.first:
                     name = signal.Signals(self.first).name
+                    seconds = time.monotonic() - self.first_at
                     print_error(
-                        f"the ranks had not ended in time after {name} and were killed"
+                        f"the ranks had not ended {seconds:.0f} s after {name} and were killed"
                     )
             time.sleep(POLL)
             statuses = self.poll()
@@ -196,7 +198,7 @@ def main(command: Sequence[str] = ()) -> int:
 
     By default the script is the project's main.py, and the flags are those of this process.
     """
-    atexit.register(drop_unprinted)
+    guard_streams()
     words = list(command or sys.argv[1:])
     if words[:1] in (["-h"], ["--help"]):
         print_line(__doc__.rstrip(), sys.stdout)
@@ -217,6 +219,7 @@ def main(command: Sequence[str] = ()) -> int:
         return protocol.MISTAKE
     if not os.environ.get("OMP_NUM_THREADS"):  # main.py sets the threads
         os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
     ranks = Ranks(nodes)
     restarts = nodes.restarts

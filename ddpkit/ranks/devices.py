@@ -1,6 +1,7 @@
 """On which device a rank computes, and what carries its collectives."""
 
 import contextlib
+import ipaddress
 import os
 import socket
 import struct
@@ -19,6 +20,8 @@ SIOCGIFADDR = 0x8915  # in Linux' <linux/sockios.h>
 CPU = torch.device("cpu")
 # A kind of GPU without collectives, float64 and pinned memory: for one process
 APPLE = "mps"
+# Attributes that tell a GPU from others, as far as torch has them
+NAMES = "uuid pci_domain_id pci_bus_id pci_device_id"
 ON_CPU = f"use the CPU ({environment.GPUS}=-1)"
 
 
@@ -54,12 +57,12 @@ def memory_layout(device: torch.device) -> torch.memory_format:
 
 
 def pick() -> tuple[torch.device, dict]:
-    """Return this rank's GPU, or the CPU if there is none, and a note for the other ranks.
+    """Return this rank's GPU, or the CPU if there is none, and a note for `check`.
 
     The numbers of a node's ranks go round the GPUs that each of them sees: all of the node, or, as
     with srun --gpus-per-task=1, one that is its own.
     """
-    # What torch says of the driver is said by _check_unused.
+    # What torch says of the driver is said by _why_unused.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         device = kind()
@@ -69,26 +72,25 @@ def pick() -> tuple[torch.device, dict]:
             f"Apple's GPU is for one process: {size} compute on the CPU"
         )
         device = CPU
-    if device.type == "cpu":
-        _check_unused()
-    else:
+    note = {"device": device.type, "node": environment.node(), "mistake": ""}
+    if device.type != "cpu":
         number = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
         device = torch.device(device.type, number)
+    else:
+        note["mistake"] = _why_unused()
     try:
-        gpu = _name(device)
-    except Exception as error:  # it is broken
+        note["gpu"] = _name(device)
+    except Exception as error:  # a broken GPU: `check` says it on all nodes
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{device} cannot be used ({reason})") from None
-    has_others = environment.has_other_nodes()
-    own = address(os.environ.get("MASTER_ADDR", "")) if has_others else ""
-    return device, {"device": device.type, "gpu": gpu, "address": own}
+        note["mistake"] = f"{device} cannot be used ({reason})"
+    return device, note
 
 
-def _check_unused() -> None:
-    """Raise a UserError if torch cannot use the GPUs that nvidia-smi shows."""
+def _why_unused() -> str:
+    """Return why torch cannot use the GPUs that nvidia-smi shows; "" if there are none."""
     count = 0 if environment.visible_gpus() == [] else environment.list_gpus()
     if not count:
-        return
+        return ""
     reason = "it is built without CUDA"
     if torch.version.cuda:
         try:
@@ -96,19 +98,21 @@ def _check_unused() -> None:
             reason = "CUDA shows none"
         except Exception as error:
             reason = str(error).split("\n")[0].split(". ")[0]
-    shown = (
-        f"nvidia-smi shows {count} GPU(s), but torch {torch.__version__} can use none"
-    )
-    raise UserError(
-        f"{shown}: {reason}; install a driver and a torch that fit (pytorch.org), or {ON_CPU}"
-    )
+    asked = os.environ.get(environment.GPUS)
+    asked = f" with {environment.GPUS}={asked}" if asked else ""
+    shown = f"nvidia-smi shows {count} GPU(s), but torch {torch.__version__} can use none{asked}"
+    return f"{shown}: {reason}; install a driver and a torch that fit (pytorch.org), or {ON_CPU}"
 
 
 def _name(device: torch.device) -> str:
     """Return what tells a GPU of this host from others; "" if torch does not say."""
+    if device.index is None:
+        return ""
     find = getattr(torch.get_device_module(device), "get_device_properties", None)
-    uuid = getattr(find and find(device), "uuid", "")
-    return f"{uuid} {device.index}" if uuid else ""
+    properties = find and find(device)
+    texts = (str(getattr(properties, key, "")) for key in NAMES.split())
+    name = " ".join(texts).strip()
+    return f"{name} {device.index}" if name else ""
 
 
 def check(
@@ -119,6 +123,8 @@ def check(
     kinds = {}  # one rank of each
     for rank, note in enumerate(notes):
         node = note["node"]
+        if note["mistake"]:
+            raise UserError(f"{node}: {note['mistake']}")
         gpus.setdefault(node, []).append(note["gpu"] or str(rank))
         kinds[note["device"]] = f"rank {rank} ({node}) on {note['device']}"
     if len(kinds) > 1:
@@ -184,15 +190,14 @@ def address(host: str) -> str:
 
 
 def choose_network(notes: Sequence[dict]) -> None:
-    """Have gloo use the network on which the ranks have met, unless people have set one.
+    """Have gloo use the network on which the ranks have met, if this host's name does not say it.
 
-    Otherwise it takes the address of this host's name, on Debian 127.0.1.1, which no other node
-    reaches.
+    On Debian a host's name is 127.0.1.1, which no other node reaches. What people set has priority.
     """
-    if sys.platform != "linux" or NETWORK in os.environ or "RANK" not in os.environ:
+    if sys.platform != "linux" or NETWORK in os.environ:
         return
-    if not environment.has_other_nodes():
-        os.environ[NETWORK] = "lo"  # nobody else can reach it
+    of_name = address(socket.gethostname()) or "::1"
+    if not ipaddress.ip_address(of_name).is_loopback:
         return
     own = {address(os.environ["MASTER_ADDR"])}
     # Where rank 0 is, that may be the host's name: the others' addresses lead out.

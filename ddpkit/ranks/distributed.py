@@ -74,27 +74,36 @@ def rendezvous(
     if not Group.is_debugged:
         Group.timeout = timedelta(seconds=timeout)
     environment.adopt()
+    device, note = devices.pick()
+    notes = [note]
     number = 0
-    size = 1
     if "RANK" in os.environ:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
+        has_others = environment.has_other_nodes()
+        if sys.platform == "linux" and not has_others:
+            os.environ.setdefault(devices.NETWORK, "lo")  # nobody else can reach it
+        host = os.environ.get("MASTER_ADDR", "")
+        note["address"] = devices.address(host) if has_others else ""
+        # Kept at once: by it ranks agree who reports a failure, also one in `join`.
         Group.store, number, size = meeting.open_store(Group.timeout)
+        Group.store, notes = meeting.join(
+            Group.store, number, size, Group.timeout, note
+        )
+        if has_others:
+            devices.choose_network(notes)
     else:
         Group.store = dist.HashStore()
-    # From here on a rank that fails ends the others, too, though none is in the group.
-    Group.has_met = Group.has_met_itself = True
-    device, note = devices.pick()
-    Group.store, notes = meeting.join(Group.store, number, size, Group.timeout, note)
-    devices.choose_network(notes)
     device = devices.check(notes, device, Group.is_debugged)
     _note_process(Group.store, number)
+    # From here on a rank that fails ends the others, too, though none is in the group.
+    Group.has_met = Group.has_met_itself = True
     # With a connection of its own: torch waits at it for the others, and ours has to
     # hear meanwhile that one of them has failed.
     torchs = Group.store.clone()
     torchs.set_timeout(Group.timeout)
     ends_after = Group.timeout
     if device.type != "cpu":
-        # torch would end the rank with SIGABRT; failures._end_if_late comes first.
+        # torch would end the rank with SIGABRT; failures.Lateness comes first.
         ends_after += timedelta(seconds=protocol.LATE_SECONDS)
     backend = devices.backend(device)
     here = Rank(device, backend, torchs, number, len(notes), ends_after)
@@ -208,8 +217,12 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the ranks' `tensor`s, of the same shape on each, stacked on the CPU: (ranks, ...)."""
-    return torch.stack(gather_objects(tensor.cpu()))
+    """Return the ranks' `tensor`s, of the same shape and dtype on each, stacked: (ranks, ...)."""
+    if not dist.is_initialized():
+        return tensor[None]
+    tensors = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(tensors, tensor)
+    return torch.stack(tensors)
 
 
 def gather_objects(value: T) -> list[T]:
@@ -286,15 +299,17 @@ def await_keys(keys: list[str], seconds: float) -> bool:
 
 def all_arrive(name: str, seconds: float) -> bool:
     """Return whether all ranks call this, with the same `name`, within `seconds`."""
-    keys = [protocol.ARRIVED.format(name, rank) for rank in range(world_size())]
-    store().set(keys[rank()], "")
-    while not await_keys(keys, min(seconds, protocol.ANSWER_SECONDS)):
+    count = store().add(protocol.ARRIVED.format(name), 1)
+    last = [protocol.ALL_ARRIVED.format(name)]
+    if count == world_size():
+        store().set(last[0], "")  # one key to wait for, however many ranks there are
+    while not await_keys(last, min(seconds, protocol.ANSWER_SECONDS)):
         seconds -= protocol.ANSWER_SECONDS
         if seconds <= 0:
             return False
         # No time-out ends this wait for a rank that has left, and not every launcher.
-        gone = ended(n for n, key in enumerate(keys) if not store().check([key]))
-        if gone:
+        gone = ended({0, *ranks_of_node()})
+        if gone and not store().check(last):
             raise dist.DistNetworkError(f"Connection lost: {', '.join(gone)}")
     return True
 

@@ -174,15 +174,17 @@ def check_alone(names: str) -> None:
 
 def read_group() -> tuple[str, int, int, int]:
     """Return MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; raise a UserError if one is missing."""
-    env = os.environ
-    try:
-        port = int(env["MASTER_PORT"])
-        return env["MASTER_ADDR"], port, int(env["RANK"]), int(env["WORLD_SIZE"])
-    except (KeyError, ValueError) as error:
+    names = "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"
+    known = {name: os.environ.get(name, "") for name in names}
+    host, *numbers = known.values()
+    if not (host and all(map(str.isdecimal, numbers))):
+        said = " ".join(f"{name}={known[name]}" for name in names)
         raise UserError(
-            f"RANK={env['RANK']} is set, but MASTER_ADDR, MASTER_PORT or WORLD_SIZE is not, or one "
-            f"is no number ({error}): start with ./launch.sh or torchrun, or unset RANK"
-        ) from None
+            f"{said} are not an address and three numbers: start with ./launch.sh or torchrun, or "
+            "unset RANK"
+        )
+    port, rank, size = map(int, numbers)
+    return host, port, rank, size
 
 
 def visible_gpus() -> list[str] | None:

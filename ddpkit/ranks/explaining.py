@@ -13,19 +13,19 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ddpkit.errors import print_line, shorten
-from ddpkit.ranks import devices, distributed, process, values
+from ddpkit.ranks import devices, distributed, environment, process, values
 from ddpkit.ranks.protocol import ANSWER, ANSWER_SECONDS, ASKED
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-# Where a rank is, is said by what calls these files.
-BELOW = (f"ddpkit{os.sep}", "ddp.py")
+# Where a rank is, is not said by these files, but by what calls them.
+BELOW = (f"ddpkit{os.sep}", "distributed.py")
 # Where a hang usually comes from
 NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"
 LATE = "usually slow or stuck input, or work of one rank alone, such as evaluate()"
@@ -46,6 +46,7 @@ class Position(NamedTuple):
     text: str  # such as "epoch 1, step 3, at main.py:179: in collective 43, barrier"
     stack: str
     waits_in: str = ""  # such as "collective 43, barrier"
+    node: str = ""  # if there are several
     value: values.Look | None = None  # if one is asked for, and this rank is held
 
 
@@ -55,7 +56,6 @@ class Collective(NamedTuple):
     text: str  # such as "collective 43, barrier"
     is_over: bool
     backend: str
-    began: float  # of time.time()
 
 
 def collectives() -> list[Collective]:
@@ -65,6 +65,7 @@ def collectives() -> list[Collective]:
     if has_gpus:  # from torch 2.15 on "nccl" records as "nccl2"
         records += _dump("_dump_nccl_trace")
         records += _dump("_dump_fr_trace", backend="nccl2")
+        records += _dump("_dump_xccl_trace")
     recorded = []
     for each in sorted(records, key=operator.itemgetter("time_created_ns")):
         if each["process_group"][1] != "default_pg" or each["is_p2p"]:
@@ -75,8 +76,7 @@ def collectives() -> list[Collective]:
         kind = " of the CPUs" if has_gpus and backend == "gloo" else ""
         shape = f" {tuple(each['input_sizes'][0])}" if each["input_sizes"] else ""
         text = f"collective {each['collective_seq_id']}{kind}, {name}{shape}"
-        began = each["time_created_ns"] / 1e9
-        recorded.append(Collective(text, is_over, backend, began))
+        recorded.append(Collective(text, is_over, backend))
     return recorded
 
 
@@ -90,15 +90,15 @@ def _dump(function: str, **options: str) -> list[dict]:
     return []
 
 
-def find_waiting(recorded: Iterable[Collective]) -> Collective | None:
+def find_waiting(recorded: Iterable[Collective]) -> str:
     """Return the first that is not over; of each backend they end in their order."""
-    first: dict[str, Collective] = {}
+    first: dict[str, str] = {}
     for each in recorded:
         if each.is_over:  # then so are those before it, whatever their records say
             first.pop(each.backend, None)
         else:
-            first.setdefault(each.backend, each)
-    return next(iter(first.values()), None)
+            first.setdefault(each.backend, each.text)
+    return next(iter(first.values()), "")
 
 
 def _own(file: str) -> str:
@@ -108,8 +108,7 @@ def _own(file: str) -> str:
     # An environment may lie in the project.
     if str(path).startswith(LIBRARIES) or not path.is_file():
         return ""
-    own = str(path.relative_to(root)) if path.is_relative_to(root) else ""
-    return "" if own.startswith(BELOW) else own
+    return str(path.relative_to(root)) if path.is_relative_to(root) else ""
 
 
 def here(expression: str = "") -> Position:
@@ -119,21 +118,23 @@ def here(expression: str = "") -> Position:
     if process.End.error:  # it is handled elsewhere than where it was raised
         frames = traceback.extract_tb(process.End.error.__traceback__)
     shown = [each for each in frames if _own(each.filename)]
+    edited = [each for each in shown if not _own(each.filename).startswith(BELOW)]
     words = [Asking.position()]
-    for frame in shown[-1:]:
+    for frame in (edited or shown)[-1:]:
         words.append(f"at {_own(frame.filename)}:{frame.lineno}")
     if shown[-1:] != frames[-1:]:  # what the last of our own has called
         shown.append(frames[-1])
     text = ", ".join(filter(None, words))
     recorded = collectives()
-    waiting = find_waiting(recorded)
-    if waiting:
-        text += f": in {waiting.text}"
+    waits_in = find_waiting(recorded)
+    if waits_in:
+        text += f": in {waits_in}"
     elif recorded:
         text += f": after {recorded[-1].text}"
     stack = "".join(traceback.format_list(shown)).rstrip()
+    node = environment.node() if environment.has_other_nodes() else ""
     value = values.look(expression) if expression else None
-    return Position(text, stack, waiting.text if waiting else "", value)
+    return Position(text, stack, waits_in, node, value)
 
 
 def answer() -> None:
@@ -188,14 +189,11 @@ def await_answers(turn: int, seconds: float) -> tuple[dict[int, Position], list[
     return known, absent
 
 
-class Rows:
-    """Lines, which a debug console shows as such."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        self.lines = lines
+class Rows(dict[str, str]):
+    """By name of a rank what is known of it, shown in a row each."""
 
     def __repr__(self) -> str:
-        return "\n".join(self.lines)
+        return "\n".join(f"{rank}: {line}" for rank, line in self.items())
 
 
 def on_all_ranks(expression: str) -> Rows:
@@ -211,22 +209,25 @@ def on_all_ranks(expression: str) -> Rows:
     while not ask(turn, expression):
         turn += 1
     known, absent = await_answers(turn, ANSWER_SECONDS)
-    rows = []
+    rows = Rows()
     first = ""
     expected: dict[str, int] = {}
     for number, at in known.items():
-        row = f"rank {number}: {at.text}"
-        if at.value:
-            line, sums = at.value
-            row += f": {line}"
-            first = first or f"rank {number}"
-            expected = expected or sums
-            for part in {**expected, **sums}:
-                if expected.get(part) != sums.get(part):
-                    row += f"; differs from {first} in {part}"
-                    break
-        rows.append(row)
-    return Rows(rows + distributed.states(absent))
+        rank = f"rank {number}"
+        rows[rank] = at.text
+        if not at.value:
+            continue
+        line, sums = at.value
+        rows[rank] += f": {line}"
+        first = first or rank
+        expected = expected or sums
+        for part in {**expected, **sums}:
+            if expected.get(part) != sums.get(part):
+                rows[rank] += f"; differs from {first} in {part}"
+                break
+    for number, state in zip(absent, distributed.states(absent), strict=True):
+        rows[f"rank {number}"] = state.removeprefix(f"rank {number} ")
+    return rows
 
 
 def block(known: dict[int, Position], is_hang: bool) -> list[str]:
@@ -237,8 +238,11 @@ def block(known: dict[int, Position], is_hang: bool) -> list[str]:
     lines = []
     for text, ranks in groups.items():
         who = "ranks" if len(ranks) > 1 else "rank"
-        numbers = shorten(list(map(str, ranks)))
-        lines += [f"{who} {numbers}, {text}", known[ranks[0]].stack]
+        who += f" {shorten(list(map(str, ranks)))}"
+        nodes = shorten(sorted({known[rank].node for rank in ranks} - {""}))
+        if nodes:
+            who += f" on {nodes}"
+        lines += [f"{who}, {text}", known[ranks[0]].stack]
     waits = {at.waits_in for at in known.values()}
     if is_hang and len(waits) == 1:
         lines.append(STUCK)

@@ -53,6 +53,10 @@ NO_NETWORK = (
     "the name of its interface to the others, such as eth0 (ip addr)"
 )
 REMEDIES = {
+    "Unable to find (address|interface) for": (
+        "gloo finds no network interface: bring up the loopback (ip link set lo up), which a "
+        "sandbox may lack, or name an interface in GLOO_SOCKET_IFNAME"
+    ),
     r"scalar type Byte|ByteTensor|got Byte|unsigned char": (
         "images are uint8, as a loader of your own gives them: read them by ddpkit.train_loader or "
         "val_loader with classes=, which normalise, or by ddpkit.eval_batches(loader, model)"
@@ -63,6 +67,22 @@ REMEDIES = {
     r"Target \d+ is out of bounds": (
         "a target is no class number; if it is 255, a pixel without a label, give torch's loss "
         "ignore_index=255"
+    ),
+    "ignore_index is not supported for floating point target": (
+        "images are mixed, so that their targets are shares of the classes: give the loss no "
+        "ignore_index, or do not mix images"
+    ),
+    r"Expected more than 1 (value per channel|spatial element) when training": (
+        "a normalising layer has one value per channel to learn from: use larger batches or "
+        "images; a loader of your own, whose last batch may be of one image, needs drop_last=True"
+    ),
+    r"Tried to step \d+ times. The (specified number of total|total number of) steps is \d+": (
+        "the scheduler was made, or saved, for fewer steps than the run has now: it resumes as "
+        "saved; keep the number of epochs, or start over without resuming"
+    ),
+    r"expected input\[.*\] to have \d+ channels, but got \d+ channels": (
+        "images have another number of channels than the network's first layer takes: read them "
+        "everywhere as in training, or build the network for them"
     ),
     "_scale is None|No inf checks were recorded": (
         "with fp16 the loss has to be scaled: scaler.scale(loss).backward()"
@@ -88,6 +108,7 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     if dist.get_debug_level() == dist.DebugLevel.OFF:
         dist.set_debug_level(dist.DebugLevel.INFO)  # DDP then names weights
     _explainers[:] = explainers
+    threading.excepthook = workers.on_thread_error
     own_pid = os.getpid()
     try:
         # In a thread: an error of another rank, or of a worker, has to end this one also
@@ -123,7 +144,7 @@ def _end_if_known(error: Exception) -> None:
         # The loader worker at the other end may not be gone yet.
         time.sleep(POLL_SECONDS)
         error = workers.find_fault() or error
-    own = [_of_memory, _of_disk, _of_torch]
+    own = [_of_memory, workers.lacking, _of_disk, _of_torch]
     for explain in own + _explainers + [_lost_rank]:
         line = explain(error)
         if not line:
@@ -146,8 +167,8 @@ def _follow_workers() -> None:
 
     It may be in a collective, and what torch raises in it may be swallowed.
     """
-    fault = None if distributed.any_debugged() else workers.find_fault()
-    if fault:
+    fault = workers.find_fault()
+    if fault and not distributed.any_debugged():
         time.sleep(2 * POLL_SECONDS)  # let the main thread say it first
         if not process.End.is_leaving:
             _end_if_known(fault)
@@ -172,24 +193,32 @@ def _follow_end() -> None:
         )
 
 
-_read_at = 0.0  # when torch's records are read next, which takes 0.1 s
-
-
-def _end_if_late() -> None:
-    """End this rank once a collective of a run with GPUs takes --dist-timeout.
+class Lateness:
+    """Ends this rank, from its thread, once a collective of a run with GPUs takes --dist-timeout.
 
     The main thread then waits for the GPU, where no exception reaches it, and torch's own watchdog
     would end it with SIGABRT and a page of C++. Among CPUs torch raises an exception in time.
     """
-    global _read_at
-    now = time.time()
-    seconds = distributed.timeout()
-    if now < _read_at:
-        return
-    _read_at = now + min(seconds, protocol.LATE_SECONDS) / 10
-    waiting = explaining.find_waiting(explaining.collectives())
-    if waiting and now - waiting.began >= seconds:
-        ending.report_and_exit(_of_others(is_late=True), 1)
+
+    def __init__(self) -> None:
+        self.read_at = 0.0  # when torch's records are read next, which takes 0.1 s
+        self.waits_in = ""  # the collective that they named last
+        self.since = 0.0  # when they first did
+
+    def end_if_late(self) -> None:
+        now = time.monotonic()
+        if now < self.read_at:
+            return
+        self.read_at = now + min(distributed.timeout(), protocol.LATE_SECONDS) / 10
+        waits_in = explaining.find_waiting(explaining.collectives())
+        if waits_in != self.waits_in:
+            self.waits_in = waits_in
+            self.since = now
+        elif waits_in and now - self.since >= distributed.timeout():
+            ending.report_and_exit(_of_others(is_late=True), 1)
+
+
+_lateness = Lateness()
 
 
 def follow_others() -> None:
@@ -198,14 +227,13 @@ def follow_others() -> None:
         return
     try:
         status = ending.status_of_failure()
-        is_debugged = distributed.any_debugged() and distributed.is_joined()
-        is_held = is_debugged or process.End.is_leaving
+        is_held = distributed.any_debugged() or process.End.is_leaving
         if status and not is_held:  # nccl does not notice it
             time.sleep(2 * POLL_SECONDS)  # let that rank print its error first
             process.exit_now(status)
         if distributed.is_joined():
             if devices.is_mixed() and not is_held:
-                _end_if_late()
+                _lateness.end_if_late()
             explaining.answer()
             explaining.answer_person()
     except (dist.DistError, ValueError, AttributeError) as error:
@@ -314,11 +342,11 @@ def _of_memory(error: Exception) -> UserError | None:
 
 def peak(device: torch.device) -> float:
     """Return the most bytes that tensors have taken since reset_peak(); NaN if nothing counts."""
-    if not devices.copies_async(device):
-        return math.nan
-    return float(torch.accelerator.max_memory_allocated(device))
+    count = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return float(count(device)) if count else math.nan
 
 
 def reset_peak(device: torch.device) -> None:
-    if devices.copies_async(device):
-        torch.accelerator.reset_peak_memory_stats(device)
+    module = torch.get_device_module(device)
+    if hasattr(module, "reset_peak_memory_stats"):
+        module.reset_peak_memory_stats(device)

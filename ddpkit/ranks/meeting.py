@@ -2,8 +2,8 @@
 
 Ranks of one node have a file that only its owner can open, and that outlives a launcher. Of several
 nodes rank 0 holds a store at MASTER_ADDR:MASTER_PORT, which obeys whoever reaches it; torchrun may
-hold it for them. Each leaves a note there, and reads those of all. A fault that one finds ends all,
-as an error at any time does (protocol.ERROR).
+hold it for them. Each leaves a note. What comes first under "met" counts for all: the notes of all,
+from rank 0, or a fault that one of them has found.
 """
 
 import json
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ddpkit import files
 from ddpkit.errors import UserError, print_line, shorten
 from ddpkit.ranks import environment, protocol
 
@@ -52,9 +53,9 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == str(size) and not by_agent
     path = os.environ.get(protocol.STORE) or _torchruns_file()
     if path:
-        store: dist.Store = dist.FileStore(path)
+        store: dist.Store = dist.FileStore(_by_handle(path))
     elif rank == 0 and not by_agent:
-        store = _hold(port, timeout)
+        store = _hold(port, is_local, timeout)
     else:
         store = _reach(LOOPBACK if is_local else host, port, timeout)
     if by_agent and not path:  # it may hold what ranks before a restart have left
@@ -66,30 +67,50 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 def _torchruns_file() -> str:
     """Return a file in the folder that torchrun has made for its ranks, if all are on this node."""
-    # torchrun's is .../FOLDER/ATTEMPT/RANK/error.json; without --log-dir its own alone
-    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
-    is_temporary = attempt.is_relative_to(tempfile.gettempdir())
-    if is_temporary and os.environ.get("GROUP_WORLD_SIZE") == "1":
-        return str(attempt / "store")
+    # torchrun's is .../FOLDER/ATTEMPT/RANK/error.json
+    folders = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/")).parents
+    if os.environ.get("GROUP_WORLD_SIZE") != "1" or len(folders) < 4:
+        return ""
+    is_temporary = folders[2].is_relative_to(tempfile.gettempdir())
+    # that of Windows is each user's own
+    is_closed = sys.platform == "win32" or folders[2].stat().st_mode & 0o077 == 0
+    if is_temporary and is_closed:
+        return str(folders[1] / "store")
     return ""
 
 
-def _hold(port: int, timeout: timedelta) -> dist.Store:
-    """Return a store of this process's, which other machines can reach."""
+def _by_handle(path: str) -> str:
+    """Open a file for as long as this process lives, and return a name of it as it is open.
+
+    So the ranks meet in it also when a program has cleaned TMPDIR of what is days old.
+    """
+    if sys.platform == "win32":  # which removes no file that is in use
+        return path
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    return str(files.name_of(handle, Path(path)))
+
+
+def _hold(port: int, is_local: bool, timeout: timedelta) -> dist.Store:
+    """Return a store of this process's; if it is local, other machines cannot reach it."""
+    six = socket.has_dualstack_ipv6() and not is_local
+    family = socket.AF_INET6 if six else socket.AF_INET
+    address = LOOPBACK if is_local else "", port
     try:
-        return dist.TCPStore(
-            LOOPBACK,
-            port,
-            is_master=True,
-            timeout=timeout,
-            multi_tenant=True,
-            use_libuv=LIBUV,
-        )
-    except dist.DistNetworkError as error:
+        server = socket.create_server(address, family=family, dualstack_ipv6=six)
+    except OSError as error:
         raise UserError(
-            f"MASTER_PORT={port} cannot be used ({error}): use another one "
+            f"MASTER_PORT={port} is in use or closed ({error.strerror}): use another one "
             f"(MASTER_PORT={port + 1}, the same on all nodes)"
         ) from None
+    return dist.TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=server.detach(),
+        use_libuv=LIBUV,
+    )
 
 
 def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:
@@ -115,45 +136,57 @@ def join(
 ) -> tuple[dist.Store, list[dict]]:
     """Return once all ranks have called this: the part of `store` for what follows, and all notes.
 
-    note: of texts. Raises a UserError if the ranks do not fit or are not there within `timeout`.
+    Raises a UserError, the same in all, if they do not fit or are not there within `timeout`.
     """
-    if rank >= size:
-        raise UserError(
-            f"RANK={rank} with WORLD_SIZE={size}: the last rank is {size - 1}"
-        )
-    mine = {"id": uuid.uuid4().hex, "node": environment.node(), "size": size, **note}
-    first = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(mine)))
-    if first["id"] != mine["id"]:
-        nodes = ", ".join(sorted({first["node"], mine["node"]}))
-        raise UserError(
-            f"RANK={rank} is there twice ({nodes}): give each its own, and each run a port"
-        )
+    note = {"id": uuid.uuid4().hex, "node": environment.node(), **note}
     keys = [f"rank {number}" for number in range(size)]
-    _await_notes(store, rank, keys, timeout.total_seconds())
-    notes = [json.loads(each) for each in store.multi_get(keys)]
-    for other, its in enumerate(notes):
-        if its["size"] != size:
-            raise UserError(
-                f"WORLD_SIZE is {size} for rank {rank}, {its['size']} for rank {other}: start as "
-                "many ranks on each node, such as 2 (NPROC=2 ./launch.sh), and give each the same "
-                "number of nodes"
-            )
+    fault = _leave_note(store, rank, size, note) or _await_notes(
+        store, rank, keys, timeout.total_seconds()
+    )
+    if fault:
+        store.compare_set("met", "", json.dumps({"fault": fault}))
+    elif rank == 0 and store.check(keys):
+        notes = [json.loads(each) for each in store.multi_get(keys)]
+        store.compare_set("met", "", json.dumps({"notes": notes}))
+    met = json.loads(store.get("met"))
+    if fault or "fault" in met:
+        if rank == 0:  # here may be the store: let the others read it first
+            time.sleep(1)
+        raise UserError(met.get("fault", fault))
     # Later errors, of those who do not fit, stay out of this part.
-    return dist.PrefixStore("joined", store), notes
+    return dist.PrefixStore("joined", store), met["notes"]
 
 
-def _await_notes(store: dist.Store, rank: int, keys: list[str], seconds: float) -> None:
-    """Wait for the notes of all; raise a UserError that says who is missing."""
+def _leave_note(store: dist.Store, rank: int, size: int, note: dict) -> str:
+    """Leave this rank's note in the store; return why it fits none, or nothing."""
+    if rank >= size:
+        return f"RANK={rank} with WORLD_SIZE={size}: the last rank is {size - 1}"
+    mine = f"{size} for rank {rank}"
+    first = store.compare_set("size", "", mine).decode()
+    if first.split()[0] != str(size):
+        return (
+            f"WORLD_SIZE is {mine}, {first}: start as many ranks on each node, such as 2 (NPROC=2 "
+            "./launch.sh), and give each the same number of nodes"
+        )
+    kept = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(note)))
+    if kept["id"] == note["id"]:
+        return ""
+    nodes = ", ".join(sorted({kept["node"], note["node"]}))
+    return (
+        f"RANK={rank} is there twice ({nodes}): give each its own, and each run a port"
+    )
+
+
+def _await_notes(store: dist.Store, rank: int, keys: list[str], seconds: float) -> str:
+    """Wait for the notes of all, and on other ranks for rank 0; return who is missing."""
     # Rank 0 gives up first: it says who is missing, if it is not rank 0.
     for is_due in ticks(seconds if rank == 0 else seconds + 2):
-        if store.check(keys):
-            return
+        if store.check(["met"]) or (rank == 0 and store.check(keys)):
+            return ""
         if is_due and rank == 0:
             say_on_node(f"waiting up to {seconds:g} s for {_missing(store, keys)}")
-    raise UserError(
-        f"waited {seconds:g} s for {_missing(store, keys)}: start as many, with the same "
-        "MASTER_ADDR and MASTER_PORT"
-    )
+    who = f"waited {seconds:g} s for {_missing(store, keys)}"
+    return f"{who}: start as many, with the same MASTER_ADDR and MASTER_PORT"
 
 
 def _missing(store: dist.Store, keys: list[str]) -> str:

@@ -3,6 +3,7 @@
 This module imports neither torch nor debugpy.
 """
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -12,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -23,11 +25,14 @@ from ddpkit.ranks.protocol import (
     KILL,
     LAUNCHER,
     STOP_SIGNALS,
+    STORE,
 )
 
 PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
 # After a fork in another thread that one is the main thread, with another ident.
 MAIN_THREAD = threading.main_thread().ident
+# By process id, as forks inherit this: where the sockets of loader workers lie
+_folders: dict[int, str] = {}
 
 
 class End:
@@ -48,9 +53,11 @@ def project() -> Path:
         spec = importlib.util.find_spec("main")
     if spec and spec.origin:
         return Path(spec.origin).resolve().parent
-    script = Path(getattr(sys.modules["__main__"], "__file__", "__main__.py"))
-    is_module = script.name == "__main__.py"  # as ddpkit's own commands
-    return Path.cwd() if is_module else script.resolve().parent
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    is_tool = script and Path(script).resolve().is_relative_to(
+        Path(__file__).parents[1]
+    )
+    return Path.cwd() if is_tool or not script else Path(script).resolve().parent
 
 
 def own(name: str) -> Any:
@@ -171,12 +178,33 @@ def exit_now(status: int) -> NoReturn:
     for child in multiprocessing.active_children():
         # one that hangs, or holds SIGTERM back; what a person has started may clean up
         child.kill() if child.daemon else child.terminate()
-    # of the sockets of loader workers
-    folder: Any = multiprocessing.current_process()
-    shutil.rmtree(folder._config.get("tempdir", ""), ignore_errors=True)
+    remove_folders()
     # Not sys.exit: it ends this thread alone, and exit handlers, destructors of C++ and
     # threads of nccl would wait for ranks that are not there any more.
     os._exit(status)
+
+
+def socket_folder() -> str:
+    """Return a folder for the sockets of its workers, which are killed and leave them.
+
+    It lies in that of launch.sh, which removes both if this rank is killed.
+    """
+    pid = os.getpid()
+    if pid not in _folders:
+        around = os.path.dirname(os.environ.get(STORE, ""))
+        _folders[pid] = tempfile.mkdtemp(prefix="ddp-", dir=around or None)
+        atexit.register(remove_folders)
+    return _folders[pid]
+
+
+def remove_folders() -> None:
+    """Remove that of this rank; the last rank of a launch.sh that was killed its folder, too."""
+    shutil.rmtree(_folders.pop(os.getpid(), ""), ignore_errors=True)
+    store = os.environ.get(STORE)
+    if store and not is_running(launcher()):
+        with contextlib.suppress(OSError):
+            Path(store).unlink(missing_ok=True)
+            os.rmdir(os.path.dirname(store))  # empty, or another rank is there
 
 
 def begin_to_leave(error: BaseException | None = None) -> None:

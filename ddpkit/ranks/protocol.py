@@ -38,16 +38,18 @@ OF_SIGNALS = (3, 0xC000013A)
 FINAL = {0, MISTAKE, STOPPED, 128 + getattr(signal, "SIGQUIT", 3)}  # SIGQUIT: Ctrl-\\
 FINAL |= {128 + signum for signum in STOP_SIGNALS}
 
-# Seconds. 2 POLL < ANSWER < GRACE, and GRACE + END < STOP: a rank that does not answer is
-# waited for, named, and given up before a launcher kills all.
+# Seconds. 2 POLL < ANSWER, and ANSWER + END < GRACE_TORCHRUN, and GRACE + ANSWER + END
+# < STOP: a rank that does not answer is named, waited for, and given up before the
+# launcher kills all.
 POLL_SECONDS = 0.5  # between two looks of the thread
 DUPLICATE_SECONDS = 1  # a signal often comes twice: from the terminal and from torchrun
 ANSWER_SECONDS = 5  # for the other ranks to answer; who has not is named
 # for the launcher to end a rank, for others to see a failure, for code at the end
 END_SECONDS = 5
-# for a rank to answer a STOP, and for what follows the steps: torchrun kills all after 30
-GRACE_SECONDS = 24
-STOP_SECONDS = 120  # after which our launcher kills them
+# for a rank to answer a STOP, where torchrun kills all after 30
+GRACE_TORCHRUN_SECONDS = 24
+GRACE_SECONDS = 100  # the same under our launcher, which kills them after
+STOP_SECONDS = 120
 # for torch's watchdog of GPUs to come after our end at --dist-timeout
 LATE_SECONDS = 60
 # then it is said for whom one waits; for ranks to end after a failure
@@ -65,7 +67,8 @@ ANSWER = "where/{}/{}"  # the n-th answer of a rank (that rank; who asks)
 PROCESS = "process/{}"
 # where the debugger of a rank takes more (that rank; others of its node)
 DEBUGGED = "debugged/{}"
-ARRIVED = "arrived/{}/{}"  # a rank is at a point with a name (that rank; all)
+ARRIVED = "arrived/{}"  # how many ranks are at a point with a name (each; the last)
+ALL_ARRIVED = "arrived/{}/all"  # all are (the last; all)
 
 # Environment variables of this project's own, besides those that people type
 # one for each start of launch.sh; restarts (MAX_RESTARTS) keep it

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -144,7 +145,7 @@ def sync_networks(parts: Iterable[object]) -> None:
             saved = part.state_dict().keys()
             buffers = plain(each for each in part.named_buffers() if each[0] in saved)
             check_same(plain(part.named_parameters()), buffers)
-            give(list(buffers.values()))
+            _give(list(buffers.values()))
 
 
 def plain(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -158,7 +159,7 @@ def plain(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()  # an evaluation in this mode may have made them
-def give(buffers: Sequence[Tensor]) -> None:
+def _give(buffers: list[Tensor]) -> None:
     """Write what rank 0's `buffers` hold into those of all ranks.
 
     Between the CPUs, as objects: whatever their devices, dtypes and strides, in one collective.
@@ -174,17 +175,13 @@ def check_same(
     weights: dict[str, Tensor], buffers: dict[str, Tensor] | None = None
 ) -> None:
     """Raise a UserError unless `weights` are equal, and `buffers` can be made so."""
-    tensors = weights | (buffers or {})
-    kinds = [f"{list(each.shape)} {each.dtype}" for each in tensors.values()]
-    own = list(itertools.zip_longest(tensors, kinds, bit_sums(weights.values())))
-    for each in itertools.zip_longest(*distributed.gather_objects(own)):
-        if any(other != each[0] for other in each):
-            name = next(there[0] for there in each if there)
-            raise UserError(
-                f"{name} differs between ranks: train through ddp_model, not through model; after "
-                "unfreezing weights wrap again, as DDP keeps to those it started with; "
-                "and change weights in the same way on all ranks"
-            )
+    name = _find_unlike(weights | (buffers or {}), bit_sums(weights.values()))
+    if name:
+        raise UserError(
+            f"{name} differs between ranks: train through ddp_model, not through model; after "
+            "unfreezing weights wrap again, as DDP keeps to those it started with; "
+            "and change weights in the same way on all ranks"
+        )
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
@@ -199,6 +196,19 @@ def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
     if not sums:
         return []
     return torch.stack([each.to(sums[0].device) for each in sums]).tolist()
+
+
+def _find_unlike(tensors: dict[str, Tensor], sums: Iterable[int] = ()) -> str:
+    """Return the name of one that has not the same shape, dtype and sum on all ranks, or ""."""
+    kinds = [f"{list(each.shape)} {each.dtype}" for each in tensors.values()]
+    own = list(itertools.zip_longest(tensors, kinds, sums))
+    checksum = zlib.crc32(repr(own).encode())
+    if len(set(distributed.gather_objects(checksum))) == 1:
+        return ""
+    for each in itertools.zip_longest(*distributed.gather_objects(own)):
+        if any(other != each[0] for other in each):
+            return next(there[0] for there in each if there)
+    return ""
 
 
 def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -5,6 +5,7 @@ protocol.py says how the ranks agree. A step needs no collective for it, nor a r
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from ddpkit.errors import print_line
 from ddpkit.ranks import (
     distributed,
     ending,
@@ -35,6 +37,9 @@ class Stopper:
         self.store = distributed.store()
         self.first_signal = 0.0  # when it came
         self.status = 1  # with which to exit if nothing can be saved
+        self.grace = protocol.GRACE_SECONDS
+        if process.by_plain_torchrun():
+            self.grace = protocol.GRACE_TORCHRUN_SECONDS
         limit = distributed.timeout()  # after which a collective fails
         self.hang_seconds = min(0.8 * limit, max(0.5 * limit, limit - 4))
         self.last_heartbeat = -1
@@ -48,6 +53,7 @@ class Stopper:
         # Written by the other thread:
         self.lock = threading.Lock()  # held while it answers, and while `step` changes
         self.answered = 0.0  # when this rank, asked to stop, answered with its step
+        self.is_said = False  # for whom it waits
         self.agreed = threading.Event()  # set once all have answered
         self.last_step = 0  # the latest of their answers
 
@@ -80,9 +86,11 @@ class Stopper:
             if not self.is_stopping:
                 self.store.set(STOP, signal.Signals(signum).name)
             return
-        is_interrupt = signum == signal.SIGINT and self.status == 128 + signum
+        # Plain torchrun passes a second Ctrl-C on as SIGTERM.
+        is_interrupt = signum == signal.SIGINT or process.by_plain_torchrun()
+        was_interrupt = self.status == 128 + signal.SIGINT
         is_new = now > self.first_signal + protocol.DUPLICATE_SECONDS
-        if is_interrupt and is_new and process.is_script():
+        if was_interrupt and is_interrupt and is_new and process.is_script():
             distributed.print0("aborted; progress since the last checkpoint is lost")
             process.exit_now(self.status)
 
@@ -96,10 +104,9 @@ class Stopper:
     def follow_stop(self) -> None:
         """Wait for all to answer, and then for the main thread to leave."""
         waited = time.monotonic() - self.answered
-        is_late = waited > protocol.GRACE_SECONDS
-        if is_late and self.kept:  # it does something long, after all steps
+        if waited > self.grace and self.kept:  # it does something long, after all steps
             distributed.print0(
-                f"stopped {waited:.0f} s after the signal, in what follows the steps of an "
+                f"stopped {self.grace:g} s after the signal, in what follows the steps of an "
                 f"epoch; saved at {self.kept}; run the same command again to resume"
             )
             process.exit_now(STOPPED)
@@ -114,9 +121,13 @@ class Stopper:
                 rank for rank, key in enumerate(answers) if not self.store.check([key])
             ]
             states = ", ".join(distributed.states(missing))
-            if is_late or "has ended" in states:
+            if waited > self.grace or "has ended" in states:
                 line = f"not saved, after {waited:.0f} s for an answer: {states}"
                 ending.report_and_exit(line, self.status)
+            if not self.is_said:
+                self.is_said = True
+                line = f"waiting up to {self.grace:g} s for an answer: {states}"
+                print_line(line, sys.stderr)
 
     def check_hang(self) -> None:
         """Print where all ranks are, if the main thread has had no heartbeat for too long."""

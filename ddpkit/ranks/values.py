@@ -67,6 +67,8 @@ def divide(value: Any, name: str) -> dict[str, Any]:
     if isinstance(value, nn.Module):
         # Buffers, as BatchNorm's, are each rank's own until an epoch ends.
         return dict(value.named_parameters())
+    if isinstance(value, dict):
+        return {str(key): part for key, part in value.items()}
     has_rows = isinstance(value, Tensor) and value.dim()
     if isinstance(value, list | tuple) or (has_rows and len(value) <= MOST_ROWS):
         return {f"{name}[{n}]": part for n, part in enumerate(value)}

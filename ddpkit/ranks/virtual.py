@@ -56,9 +56,9 @@ class VirtualRanks(nn.Module):
             raise UserError(
                 "virtual ranks: SyncBatchNorm joins the batches of all ranks; use BatchNorm"
             )
-        # As DistributedDataParallel does. Buffers are those of rank 0 from the first step on.
-        for weight in module.parameters():
-            dist.broadcast(weight.detach(), 0)
+        # As DistributedDataParallel does.
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), 0)
 
     def forward(self, *args: Any, **options: Any) -> Any:
         is_trained = self.training and torch.is_grad_enabled()

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpkit.errors import UserError
-from ddpkit.ranks import devices, distributed, replicas
-from ddpkit.ranks.module_state import buffers_of, copied, put
+from ddpkit.ranks import distributed, replicas
+from ddpkit.ranks.module_state import ModuleState, copied
 from ddpkit.ranks.virtual import VirtualRanks, share_of
 
 MOST_AT_ONCE = 2**25  # bytes of gradients that are exchanged
@@ -22,8 +22,8 @@ class VirtualSteps:
     networks: those that are trained. others: modules with a state of their own, such as a loss.
     optimizers: whose weights may be others than the networks' ones.
 
-    All virtual ranks begin a step with the same buffers of the modules. After it they are virtual
-    rank 0's.
+    All virtual ranks begin a step with the same state: buffers, and attributes, of the modules.
+    After it that is virtual rank 0's.
     """
 
     def __init__(
@@ -37,12 +37,7 @@ class VirtualSteps:
         self.optimizers = list(optimizers)
         self.ranks = networks[0].ranks
         self.here = share_of(self.ranks)
-        self._give_buffers()
-
-    def _give_buffers(self) -> None:
-        """Give all processes those of rank 0."""
-        every = itertools.chain(*(each.values() for each in buffers_of(self.modules)))
-        replicas.give([each for each in every if each is not None])
+        ModuleState(self.modules).give_all()
 
     def begin(self) -> None:
         """Begin the passes of a step, or of a part of one."""
@@ -59,10 +54,10 @@ class VirtualSteps:
         self.counts = [0] * len(self.weights)
         # Sums of gradients, each of a number of neighbours: a power of two, but for the last.
         self.sums: list[tuple[int, list[Tensor]]] = []
-        self.buffers = buffers_of(self.modules)
+        self.state = ModuleState(self.modules)
         self.place = 0  # in `here`
         if len(self.here) > 1:
-            self.at_begin = copied(self.buffers)
+            self.at_begin = copied(self.state.taken())
 
     def begin_pass(self, number: int, passes: int) -> int:
         """Begin pass `number` of those of the step; return its virtual rank."""
@@ -70,8 +65,8 @@ class VirtualSteps:
         if place != self.place:
             self._take_gradients()
             if not self.place:
-                self.of_first = [dict(each) for each in self.buffers]
-            put(self.buffers, copied(self.at_begin))
+                self.of_first = self.state.taken()
+            self.state.put(copied(self.at_begin))
             self.place = place
         return self.here[place]
 
@@ -106,13 +101,12 @@ class VirtualSteps:
         while self.sums:  # of a number of virtual ranks that is no power of two
             gradients = self._with_last(gradients)
         if self.place:
-            put(self.buffers, self.of_first)
-        self._give_buffers()
-        counts = torch.tensor(self.counts, device=devices.of_group())
+            self.state.put(self.of_first)
+        counts = self.state.give_all(self.counts)
         for weight, before in zip(self.weights, self.before, strict=True):
             weight.grad = before
         # A weight without a gradient on any virtual rank has none.
-        trained = distributed.reduce_tensor(counts).nonzero().flatten().tolist()
+        trained = [number for number, count in enumerate(counts) if count]
         means = [gradients[number] for number in trained]
         add_ranks(means)
         torch._foreach_div_(means, self.ranks)

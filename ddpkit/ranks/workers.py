@@ -1,28 +1,55 @@
-"""Loader workers on Linux, forks of their rank, which says why one has ended.
+"""Loader workers on Linux, forks of their rank: it says what they lack, and why they have ended.
 
-What they ask of the system (files, shared memory) mostly fails in threads of torch and of
+What they ask of the system (threads, files, shared memory) mostly fails in threads of torch and of
 multiprocessing, whose errors nobody sees: the rank would wait for a batch that does not come.
 """
 
 import copy
+import errno
 import functools
 import mmap
 import multiprocessing
 import os
+import re
 import signal
 import sys
-from multiprocessing import queues, util
+import threading
+import traceback
+from multiprocessing import queues
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from ddpkit.errors import UserError
-from ddpkit.ranks import ending, protocol
+from ddpkit.errors import LineError, UserError
+from ddpkit.ranks import ending, process, protocol
 
 FORKS: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
 HINTS = {
     "SIGKILL": ": out of memory? Use fewer loader workers (see dmesg)",
     "SIGBUS": ": /dev/shm full?",
 }
+TENSORBOARDS = "_AsyncWriterThread"  # whose error is raised again where one writes
+# By the error, the files that it passed, and its text: what a rank or its worker lacks
+LACKING = {
+    "start new thread|: Resource temporarily unavailable$|EAGAIN in .*popen_fork": (
+        "no more processes or threads can be started: raise the limit (ulimit -u, docker run "
+        "--pids-limit), or use fewer loader workers"
+    ),
+    "^EMFILE|Too many open files|items of ancdata": (
+        "too many files are open: raise the limit (ulimit -n) or use fewer loader workers"
+    ),
+    "^MemoryError|^ENOMEM in .*(popen_fork|multiprocessing.(heap|synchronize)|shm)": (
+        "too little memory for loader workers: use fewer, or smaller batches"
+    ),
+    "^ENOENT in .*resource_sharer": (
+        "the sockets of loader workers have been removed from TMPDIR: start again"
+    ),
+    r"^E\w+ in .*(multiprocessing.(heap|synchronize)|shm)": (
+        "/dev/shm cannot hold the batches of loader workers ({}; see df -h /dev/shm): docker run "
+        "--ipc=host or --shm-size=8g; else fewer workers (0 need none)"
+    ),
+}
+OVER = b"over"  # the note of a worker that has done all
+
 running: list["Worker"] = []  # of this rank, and those that have died
 
 
@@ -35,18 +62,27 @@ class Worker(FORKS.Process):
 
     def start(self) -> None:
         # Those that are over go: this closes their handles.
-        running[:] = [each for each in running if each.exitcode != 0]
+        running[:] = [each for each in running if not each.is_over()]
         super().start()
         running.append(self)
 
     def run(self) -> None:
-        # called by multiprocessing's thread
+        # Called by multiprocessing's thread
         sys.excepthook = lambda _, error, __: fail(error)
-        super().run()
+        try:
+            super().run()
+        except Exception as error:
+            if lacking(error):
+                fail(error)
+            raise
+        self.note[: len(OVER)] = OVER
+
+    def is_over(self) -> bool:
+        return self.note[: len(OVER)] == OVER
 
     def has_died(self) -> bool:
-        """Return whether it has ended by an error or a signal."""
-        return bool(self.exitcode)
+        """Return whether it has ended though its rank did not ask it to; do not reap it."""
+        return not self.is_over() and not process.is_running(self.pid)
 
     def end(self) -> str:
         """Return how it has died."""
@@ -70,32 +106,37 @@ def worker_context(count: int) -> BaseContext | None:
     """
     if not count or sys.platform != "linux":
         return None
-    util.get_temp_dir()  # of this rank, for the sockets of all: they are killed, and leave theirs
+    rank: Any = multiprocessing.current_process()
+    rank._config["tempdir"] = process.socket_folder()  # which they inherit
     context = copy.copy(FORKS)
     context.Process = Worker
     context.Queue = functools.partial(Queue, ctx=context)
     return context
 
 
+def on_thread_error(failure: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread, but not where its error is raised again."""
+    if type(failure.thread).__name__ != TENSORBOARDS:
+        threading.__excepthook__(failure)
+
+
 def fail(error: BaseException) -> None:
     """End this worker, and let its rank say why; or say it and end this rank."""
     if isinstance(error, EOFError | ConnectionError):
         return  # the other side has ended: why, is what matters
-    what = f"{type(error).__name__}: {error}"
+    line = lacking(error)
+    if not line:
+        what = f"{type(error).__name__}: {error}"
+        line = UserError(
+            f"a loader worker and its rank cannot exchange a batch ({what}): let samples and their "
+            "keys be tensors, arrays, numbers and strings"
+        )
     worker = multiprocessing.current_process()
     if not isinstance(worker, Worker):
-        ending.report_and_exit(str(cannot_exchange(what)), protocol.MISTAKE)
-    note = what.encode()[: mmap.PAGESIZE]
-    worker.note[: len(note)] = note
+        ending.report_and_exit(str(line), protocol.MISTAKE)
+    text = f"{line.code} {line.line}".encode()[: mmap.PAGESIZE]
+    worker.note[: len(text)] = text
     os._exit(1)
-
-
-def cannot_exchange(what: str) -> UserError:
-    return UserError(
-        f"a loader worker and its rank cannot exchange a batch ({what}): use fewer loader workers "
-        "(0 need none); in a container start it with --ipc=host or --shm-size=8g (df -h /dev/shm); "
-        "see ulimit -n, -u; or let samples be tensors, arrays, numbers and strings"
-    )
 
 
 def find_fault() -> Exception | None:
@@ -104,7 +145,26 @@ def find_fault() -> Exception | None:
         if not worker.has_died():
             continue
         note = worker.note[:].rstrip(b"\0").decode(errors="replace")
-        if note:
-            return cannot_exchange(note)
-        return RuntimeError(f"DataLoader worker (pid {worker.pid}) has ended")
+        if not note:
+            return RuntimeError(f"DataLoader worker (pid {worker.pid}) has ended")
+        code, _, line = note.partition(" ")
+        return UserError(line, code)
+    return None
+
+
+def lacking(error: BaseException) -> UserError | None:
+    """Return a line on what the system did not give to a worker, or to a rank for its workers."""
+    if isinstance(error, LineError):
+        return None
+    text = str(error)
+    trace = "".join(traceback.format_tb(error.__traceback__))
+    # torch's C++ names a file in /dev/shm so, with the number of the error.
+    of_torch = re.search(r"</torch_.* \((\d+)\)", text)
+    number = int(of_torch[1]) if of_torch else getattr(error, "errno", None) or 0
+    code = errno.errorcode.get(number, type(error).__name__)
+    files = " ".join(re.findall(r"(\w+.\w+)\.py", trace))
+    told = f"{code} in {'shm' if of_torch else files}: {text}"
+    for pattern, line in LACKING.items():
+        if re.search(pattern, told):
+            return UserError(line.format(os.strerror(number)))
     return None

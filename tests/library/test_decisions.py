@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import classification
 
 import ddpkit
-from ddpkit.ranks import distributed, replicas, stopping
+from ddpkit.ranks import distributed, failures, replicas, stopping
 from ddpkit.run import checkpoint
 from ddpkit.run import outputs as of_networks
 from ddpkit.run.best import higher_is_better, parse_best
@@ -760,3 +760,43 @@ def test_a_loss_that_is_a_sum() -> None:
         (line,) = lines
         assert "2 ranks" in line
         lines.clear()
+
+
+def test_one_value_to_normalize() -> None:
+    """The mistake is one of the flags: a line says so."""
+    one = torch.ones(1, 2, 1, 1)
+    for layer in (
+        nn.BatchNorm2d(2),
+        nn.InstanceNorm2d(2),
+        nn.GroupNorm(1, 1),
+    ):
+        with pytest.raises(ValueError) as caught:
+            layer(one[:, :1] if isinstance(layer, nn.GroupNorm) else one)
+        line = str(failures._of_torch(caught.value))
+        assert "use larger batches or images" in line
+        assert "drop_last=True" in line
+
+
+def test_what_torch_says_of_other_mistakes() -> None:
+    """The line names what the owner can change."""
+    net = nn.Conv2d(5, 2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
+
+    def step_too_often() -> None:
+        optimizer.step()
+        for _ in range(3):
+            scheduler.step()
+
+    def ignore_a_share() -> None:
+        shares = torch.full((2, 3), 1 / 3)
+        nn.CrossEntropyLoss(ignore_index=255)(torch.zeros(2, 3), shares)
+
+    for act, words in (
+        (lambda: net(torch.zeros(1, 3, 4, 4)), "channels"),
+        (step_too_often, "keep the number of epochs"),
+        (ignore_a_share, "no ignore_index"),
+    ):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            act()
+        assert words in str(failures._of_torch(caught.value))

@@ -12,7 +12,6 @@ import pytest
 import torch
 from generated import refusal
 
-from ddpkit.errors import UserError
 from ddpkit.ranks import devices, environment, protocol
 
 LISTED = "".join(f"GPU {n}: Some (UUID: GPU-{n})\n" for n in range(3))
@@ -67,6 +66,7 @@ def test_devices(kind, seen, env, device, node):
     found, note = devices.pick()
     assert found == torch.device(device)
     assert note["device"] == found.type
+    assert not note["mistake"]
     has_name = found.type in ("cuda", "xpu")
     assert note["gpu"].split() == (["7", device[-1]] if has_name else [])
     backends = {
@@ -92,15 +92,11 @@ def test_a_driver_that_torch_cannot_use(node, monkeypatch):
     def mistake(says: str | None, **env: str) -> str:
         node(says, **env)
         monkeypatch.setattr(torch.accelerator, "is_available", is_available)
-        said = ""
         with warnings.catch_warnings(record=True) as caught:
-            try:
-                device, _ = devices.pick()
-                assert device == devices.CPU
-            except UserError as error:
-                said = str(error)
+            device, note = devices.pick()
+        assert device == devices.CPU
         assert caught == []
-        return said
+        return note["mistake"]
 
     listed = f"echo '{LISTED}'"
     monkeypatch.setattr(torch.cuda, "init", init)
@@ -113,7 +109,7 @@ def test_a_driver_that_torch_cannot_use(node, monkeypatch):
         devices.ON_CPU,
     ):
         assert words in line
-    assert "too old" in mistake(listed, CUDA_VISIBLE_DEVICES="7")
+    assert "CUDA_VISIBLE_DEVICES=7: The" in mistake(listed, CUDA_VISIBLE_DEVICES="7")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in mistake(listed)
     assert not mistake("echo No devices were found")
@@ -128,8 +124,10 @@ def test_an_nvidia_smi_that_hangs(node, monkeypatch):
         environment.count_gpus()
 
 
-def note(gpu: str, host: str = "a", device: str = "cuda") -> dict[str, Any]:
-    return {"device": device, "gpu": gpu, "node": f"node-{host}", "address": ""}
+def note(
+    gpu: str, host: str = "a", device: str = "cuda", mistake: str = ""
+) -> dict[str, Any]:
+    return {"device": device, "gpu": gpu, "node": f"node-{host}", "mistake": mistake}
 
 
 def test_each_its_own_gpu(capsys):
@@ -154,6 +152,10 @@ def test_each_its_own_gpu(capsys):
         devices.check(shared, device, is_debugged=False)
     assert devices.check(shared, device, is_debugged=True) == devices.CPU
     assert "3 ranks on node-b" in capsys.readouterr().err
+    with refusal("devices.check", "node-b: no driver"):
+        devices.check(
+            [note("1"), note("", "b", "cpu", "no driver")], device, is_debugged=True
+        )
     with refusal("devices.check", "rank 1 (node-a) on cuda", "rank 2 (node-b) on cpu"):
         devices.check(
             [note("1"), note("2"), note("", "b", "cpu")], device, is_debugged=True
@@ -161,17 +163,20 @@ def test_each_its_own_gpu(capsys):
 
 
 @pytest.mark.parametrize(
-    ("master", "others", "set_by_hand", "chosen"),
+    ("name", "master", "others", "set_by_hand", "chosen"),
     [
-        ("10.0.0.1", ["10.0.0.2"], "", "eth1"),
+        ("127.0.1.1", "10.0.0.1", ["10.0.0.2"], "", "eth1"),
+        ("", "10.0.0.1", ["10.0.0.2"], "", "eth1"),
         # MASTER_ADDR is this host's name
-        ("127.0.1.1", ["10.0.0.2"], "", "eth1"),
+        ("127.0.1.1", "127.0.1.1", ["10.0.0.2"], "", "eth1"),
         # two launchers on one machine
-        ("127.0.0.1", ["127.0.0.1"], "", None),
-        ("10.0.0.1", ["10.0.0.2"], "ib0", "ib0"),
+        ("127.0.1.1", "127.0.0.1", ["127.0.0.1"], "", None),
+        ("127.0.1.1", "10.0.0.1", ["10.0.0.2"], "ib0", "ib0"),
+        ("192.168.0.1", "10.0.0.1", ["10.0.0.2"], "", None),
     ],
 )
 def test_the_network_of_gloo(
+    name,
     master,
     others,
     set_by_hand,
@@ -179,10 +184,12 @@ def test_the_network_of_gloo(
     node,
     monkeypatch,
 ):
-    """That on which the ranks have met: a host's name may lead to itself, as on Debian."""
-    env = {"MASTER_ADDR": master, "RANK": "0", "WORLD_SIZE": "2"}
-    node(**env, **({devices.NETWORK: set_by_hand} if set_by_hand else {}))
-    addresses = {master: "10.0.0.7" if master[:2] == "10" else master}
+    """That on which the ranks have met, if the host's name leads to itself as on Debian."""
+    node(MASTER_ADDR=master, **({devices.NETWORK: set_by_hand} if set_by_hand else {}))
+    addresses = {
+        socket.gethostname(): name,
+        master: "10.0.0.7" if master[:2] == "10" else master,
+    }
     addresses |= {other: "10.0.0.7" if other[:2] == "10" else other for other in others}
     monkeypatch.setattr(devices, "address", addresses.get)
     monkeypatch.setattr(
@@ -223,5 +230,5 @@ def test_launch_sh_with_gpus_that_torch_cannot_use(project, tmp_path):
     tool.chmod(0o755)
     path = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0,1"}
     done = project.launch("--output-dir", tmp_path / "out", **path).end()
-    done.refused("devices.check_unused", "nvidia-smi shows 3 GPU(s)", devices.ON_CPU)
+    done.refused("devices.check", "nvidia-smi shows 3 GPU(s)", devices.ON_CPU)
     assert not (tmp_path / "out").exists()

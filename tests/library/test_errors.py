@@ -126,21 +126,24 @@ def test_streams_that_take_no_line():
 
 BROKEN = """
 import sys
-import atexit
-from ddpkit.errors import drop_unprinted, print_line
-atexit.register(drop_unprinted)
+from ddpkit.errors import guard_streams, print_line
+guard_streams()
+with open(sys.argv[1], "w") as file:  # gets the number of no stream
+    assert file.fileno() > 2
 print_line("a line", sys.stdout)
 print("half a line", end="")
 sys.exit(75)
 """
 
 
-@pytest.mark.parametrize("redirection", [">/dev/full", "2>/dev/full", "| :"])
+@pytest.mark.parametrize(
+    "redirection", [">/dev/full", "| :", ">&-", "2>&-", ">&- 2>&- <&-"]
+)
 def test_the_status_with_a_broken_stream(tmp_path, redirection):
-    """It is what it is otherwise, at the end, too."""
-    script = f'{{ "$0" -c "$1"; echo $? >"$2"; }} {redirection}'
+    """It is what it is otherwise, at the end, too; files do not take the place of a stream."""
+    script = f'{{ "$0" -c "$1" "$2"; echo $? >"$3"; }} {redirection}'
     command = ["sh", "-c", script, sys.executable, BROKEN]
-    command += [tmp_path / "status"]
+    command += [tmp_path / "file", tmp_path / "status"]
     env = {**os.environ, "PYTHONUNBUFFERED": ""}
     subprocess.run(command, check=False, capture_output=True, env=env)
     assert (tmp_path / "status").read_text() == "75\n"

@@ -15,6 +15,7 @@ from generated import ROOT
 from ranks import on_ranks, said, start, wait
 from torch import Tensor, nn
 
+from ddpkit.errors import UserError
 from ddpkit.ranks import failures, process, replicas
 from ddpkit.vision import reporting
 
@@ -74,6 +75,16 @@ def test_errors_for_want_of_memory(error, lacking):
     """A mistake of the user's, which no restart repeats."""
     line = str(failures._of_memory(error) or "")
     assert (f"memory ({lacking}): use smaller batches" in line) if lacking else not line
+
+
+@pytest.mark.parametrize("found", ["address for: lo", "interface for: [127.0.0.1]"])
+def test_no_loopback(found):
+    """As torch says it with RANK, and without."""
+    line = failures._of_torch(
+        RuntimeError(f"device.cc:84] ifa != nullptr. Unable to find {found}")
+    )
+    assert isinstance(line, UserError)
+    assert "GLOO_SOCKET_IFNAME" in str(line)
 
 
 class Heads(nn.Module):

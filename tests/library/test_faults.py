@@ -201,12 +201,12 @@ def test_a_value_of_every_rank(project, data, tmp_path):
     assert re.search(
         r"^rank 1: epoch 1, step \d, at main.py:\d+: after", done.out, re.M
     )
-    assert re.search(r"^rank 2 has ended \(process \d+\)$", done.out, re.M)
+    assert re.search(r"^rank 2: has ended \(process \d+\)$", done.out, re.M)
 
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_rank_that_does_not_answer(project, data, tmp_path, is_held):
-    """Held by SIGSTOP, of which the launcher does not know: it is waited for, then named."""
+    """Held by SIGSTOP, of which the launcher does not know: it is named, and waited for."""
 
     def patch() -> None:
         stopping.ANSWER_SECONDS = 1
@@ -216,15 +216,15 @@ def test_a_rank_that_does_not_answer(project, data, tmp_path, is_held):
     started = project.start(project.flags(data, tmp_path), patch=patch)
     wait_for(lambda: process.state(started.pids[1]) == "T")
     started.kill(signal.SIGTERM, 0)
+    wait_for(lambda: "for an answer" in started.said()[1])
     if is_held:
         wait_for(lambda: "error: " in started.said()[1])
-    else:
-        wait_for(lambda: "stop requested" in started.said()[0])
     started.kill(signal.SIGKILL if is_held else signal.SIGCONT, 1)
     done = started.end()
+    who = rf"rank 1 is held by SIGSTOP \(process {started.pids[1]}\)"
+    assert re.match(f"waiting up to 4 s for an answer: {who}\n", done.err)
     if is_held:
         assert done.statuses[0] == 143
-        who = rf"rank 1 is held by SIGSTOP \(process {started.pids[1]}\)"
         last = done.err.splitlines()[-1]
         assert re.match(f"error: not saved, after 4 s .*: {who}", last)
     else:

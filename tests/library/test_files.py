@@ -52,9 +52,9 @@ def test_a_table(tmp_path):
     assert not partial.exists()
 
 
-@pytest.mark.parametrize("write", ["writing", "table", "checkpoint"])
-def test_links_are_not_followed(write, tmp_path):
-    """That somebody else has put into a shared folder."""
+@pytest.mark.parametrize("write", ["writing", "table", "checkpoint", "swapped"])
+def test_links_are_not_followed(write, tmp_path, monkeypatch):
+    """That somebody else has put into a shared folder, before or during a write."""
     theirs = tmp_path / "secret"
     path = tmp_path / "file"
     theirs.write_text("mine")
@@ -66,12 +66,17 @@ def test_links_are_not_followed(write, tmp_path):
     elif write == "checkpoint":
         with files.writing(path) as part:
             checkpoint.write_file(part, {"a": 1})
-    else:
+    elif write == "writing":
         with files.writing(path) as part:
+            part.write_text("new")
+    else:
+        with refusal("files.failure", path, "replaced"), files.writing(path) as part:
+            (tmp_path / ".file.part").unlink()
+            (tmp_path / ".file.part").symlink_to(theirs)
             part.write_text("new")
     assert theirs.read_text() == "mine"
     assert not path.is_symlink()
-    assert path.exists()
+    assert path.exists() == (write != "swapped")
 
 
 def test_formulas(tmp_path):
@@ -80,6 +85,8 @@ def test_formulas(tmp_path):
     numbers = [-1, -0.5, "-1e-3", "+3", float("nan")]
     with files.table(tmp_path / "a.csv", names + list("abcde")) as write:
         write(names + numbers)
+        with refusal("files.write_row", "9 values for 14 columns"):
+            write(names)
     with open(tmp_path / "a.csv", newline="") as file:
         header, row = csv.reader(file)
     header = header[: len(names)]

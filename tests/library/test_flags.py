@@ -359,6 +359,13 @@ def test_cpus(tmp_path, monkeypatch):
         quota.write_text(f"{limit} 100000\n")
         assert cpus.cpus() == count
     quota.unlink()
+    older = [tmp_path / "quota", tmp_path / "period"]
+    monkeypatch.setattr(cpus, "OF_V1", older)
+    for limit, count in (("150000", 2), ("-1", 8)):
+        for file, value in zip(older, (limit, "100000"), strict=True):
+            file.write_text(f"{value}\n")
+        assert cpus.cpus() == count
+    older[0].unlink()
     for ranks, per_task, share in (
         (1, 0, 8),
         (8, 0, 1),

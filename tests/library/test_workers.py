@@ -3,14 +3,15 @@
 import errno
 import multiprocessing
 import os
-import re
+import resource
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import connection, queues, reduction
+from multiprocessing import connection, queues, reduction, synchronize
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,13 @@ from ddpkit.data import loading
 from ddpkit.data.samples import Key, Seeded
 from ddpkit.ranks import failures, handlers
 
+FILES = "too many files are open: raise the limit (ulimit -n)"
+PROCESSES = "no more processes or threads can be started: raise the limit (ulimit -u"
+MEMORY = "too little memory for loader workers"
+SHM = "/dev/shm cannot hold the batches of loader workers ({}; see df -h /dev/shm)"
+EXCHANGE = (
+    "a loader worker and its rank cannot exchange a batch (TypeError: cannot pickle"
+)
 Patch = Callable[[], object]
 
 
@@ -46,6 +54,15 @@ def no_thread(name: str) -> Patch:
         start(self)
 
     return lambda: setattr(threading.Thread, "start", limited)
+
+
+def no_file() -> None:
+    """As many files as are open, and no number below is free."""
+    torch.empty(()).random_()  # reads /proc/cpuinfo, once
+    last = 0
+    while last < 64:
+        last = os.open(os.devnull, os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, last + 1))
 
 
 def end_of(act: Callable[[], object], tmp_path: Path) -> Done:
@@ -93,53 +110,67 @@ def load(tmp_path: Path, in_worker: Patch = int, in_rank: Patch = int) -> Done:
     return done
 
 
+IN_RANK = {
+    "fork": (refuse(errno.EAGAIN, os, "fork"), PROCESSES),
+    "memory": (refuse(errno.ENOMEM, os, "fork"), MEMORY),
+    "files": (no_file, FILES),
+    "semaphores": (
+        refuse(errno.EROFS, synchronize._multiprocessing, "SemLock"),
+        SHM.format(os.strerror(errno.EROFS)),
+    ),
+    "threads": (no_thread("_feed"), PROCESSES),
+    "handles": (
+        refuse(RuntimeError("received 0 items of ancdata"), reduction, "recvfds"),
+        FILES,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", IN_RANK)
+def test_what_a_rank_cannot_get_for_its_workers(tmp_path, what):
+    patch, line = IN_RANK[what]
+    load(tmp_path, in_rank=patch).refused("workers.lacking", line)
+
+
 NO_SPACE = (
     "unable to allocate shared memory(shm) for file </torch_9_1_0>: "
     "No space left on device (28)"
 )
 IN_WORKER = {
-    "other threads": (no_thread("_serve"), "can't start new thread"),
-    "connections": (
-        refuse(errno.EMFILE, connection.Listener, "accept"),
-        "Too many open files",
-    ),
-    "handles": (refuse(errno.EMFILE, reduction, "send_handle"), "Too many open files"),
-    "memory": (refuse(MemoryError(), queues._ForkingPickler, "dumps"), "MemoryError"),
+    "files": (no_file, FILES),
+    "threads": (no_thread("_feed"), PROCESSES),
+    "other threads": (no_thread("_serve"), PROCESSES),
+    "connections": (refuse(errno.EMFILE, connection.Listener, "accept"), FILES),
+    "handles": (refuse(errno.EMFILE, reduction, "send_handle"), FILES),
+    "memory": (refuse(MemoryError(), queues._ForkingPickler, "dumps"), MEMORY),
     "shared memory": (
         refuse(RuntimeError(NO_SPACE), torch.UntypedStorage, "_share_fd_cpu_"),
-        "No space left on device",
+        SHM.format(os.strerror(errno.ENOSPC)),
     ),
     "sockets": (
         lambda: shutil.rmtree(
             multiprocessing.current_process()._config["tempdir"], True
         ),
-        "No such file or directory",
+        "the sockets of loader workers have been removed from TMPDIR",
     ),
     "pickle": (
         lambda: setattr(_MapDatasetFetcher, "fetch", lambda *_: threading.Lock()),
-        "cannot pickle",
+        EXCHANGE,
     ),
 }
 
 
 @pytest.mark.parametrize("what", IN_WORKER)
 def test_what_a_worker_cannot_get(tmp_path, what):
-    """It fails in threads of torch and Python, for which a rank would wait in vain."""
-    patch, words = IN_WORKER[what]
-    done = load(tmp_path, in_worker=patch)
-    done.refused("workers.cannot_exchange", words, "--shm-size=8g", "ulimit -n")
-
-
-def test_a_thread_that_a_worker_cannot_start(tmp_path):
-    """Its traceback has the reason, and the rank names the worker."""
-    done = load(tmp_path, in_worker=no_thread("_feed"))
-    assert done.status == 1
-    assert "can't start new thread" in done.err
-    assert re.search(r"error: loader worker \d+ .*ended with status 1", done.err)
+    """Most of it fails in threads of torch and Python, for which a rank would wait in vain."""
+    patch, line = IN_WORKER[what]
+    code = "workers.fail" if what == "pickle" else "workers.lacking"
+    load(tmp_path, in_worker=patch).refused(code, line)
 
 
 ENDS = {
-    "os._exit": (lambda: os._exit(3), "status 3"),
+    "sys.exit": (lambda: sys.exit(0), "status 0"),
+    "os._exit": (lambda: os._exit(0), "status 0"),
     "SIGKILL": (die, "SIGKILL: out of memory?"),
 }
 

@@ -4,6 +4,7 @@ Each case trains for some steps, and returns what it has come to: the same on 1,
 processes.
 """
 
+import collections
 import copy
 import functools
 import itertools
@@ -61,6 +62,46 @@ class Renorm(nn.Module):
         return (x - self.mean) / (self.scale + 0.1)
 
 
+class Attributes(nn.Module):
+    """A running state that is in no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(SIZE)
+        self.scale = 1.0
+        self.calls = 0
+        self.sums: list[float] = []
+        self.last: collections.deque = collections.deque(maxlen=3)
+        self.by_name: dict[str, Any] = {"counted": np.zeros(2)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x.detach()
+        if not hasattr(self, "first"):
+            self.first = seen.mean()
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * seen.mean(0)
+        self.scale = 0.9 * self.scale + 0.1 * seen.abs().mean().item()
+        self.sums.append(seen.sum().item())
+        self.last.append(seen.mean())
+        self.by_name["counted"] += seen.mean().item()
+        others = 0.01 * (sum(self.sums[-2:]) + self.calls + self.by_name["counted"][0])
+        return (x - self.mean) / self.scale + others + sum(self.last) - self.first
+
+
+class Generators(nn.Module):
+    """One is seeded by the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_torch = torch.Generator().manual_seed(distributed.rank())
+        self.of_numpy = np.random.default_rng(3)
+        self.of_python = random.Random(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.rand(x.shape, generator=self.of_torch)
+        return x + drawn + self.of_numpy.random() + self.of_python.random()
+
+
 class Chance(nn.Module):
     """Dropout without a look at the mode, noise, stochastic depth."""
 
@@ -82,11 +123,10 @@ class Queue(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("kept", torch.zeros(6, SIZE))
-        self.register_buffer("place", torch.zeros((), dtype=torch.int64))
+        self.place = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        place = int(self.place)
-        self.kept[place : place + 2] = x.detach()[:2]
+        self.kept[self.place : self.place + 2] = x.detach()[:2]
         self.place = (self.place + 2) % 6
         kept = self.kept.clone()
         return x + (x @ kept.T).softmax(1) @ kept
@@ -96,15 +136,15 @@ class Hooks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(SIZE, SIZE)
-        self.register_buffer("seen", torch.zeros(()))
+        self.seen: list[Tensor] = []
         self.layer.register_forward_hook(self._note)
         self.layer.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
     def _note(self, module: nn.Module, inputs: object, outputs: Tensor) -> None:
-        self.seen += outputs.detach().mean()
+        self.seen.append(outputs.detach().mean())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + self.seen.clone()
+        return self.layer(x) + sum(self.seen)
 
 
 class Tied(nn.Module):
@@ -165,8 +205,8 @@ class CentredLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("centre", torch.zeros(3))
-        self.register_buffer("calls", torch.zeros(()))
         self.scale = nn.Parameter(torch.ones(3))
+        self.calls = 0
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self.calls += 1
@@ -339,16 +379,18 @@ def teacher(folder: Path) -> int:
 
 
 def changing(folder: Path) -> int:
-    """Frozen and unfrozen, a group added, a buffer changed between steps."""
-    model = network(Renorm(), nn.Linear(SIZE, SIZE))
+    """Frozen and unfrozen, a group added, buffers and attributes changed between steps."""
+    model = network(Renorm(), Attributes(), nn.Linear(SIZE, SIZE))
     optimizer = AdamW(model[0].parameters(), 0.01)
 
     def change(step: int) -> None:
         model[1].scale.mul_(1.01)
-        for weight in model[2].parameters():
+        model[2].scale = 1.5
+        model[2].sums.clear()
+        for weight in model[3].parameters():
             weight.requires_grad_(step % 3 != 1)
         if step == 2:
-            optimizer.add_param_group({"params": model[3].parameters(), "lr": 0.02})
+            optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.02})
 
     return train(folder, model, optimizer, change)
 
@@ -404,6 +446,8 @@ MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
         parametrizations.spectral_norm(nn.Linear(SIZE, SIZE)),
         nn.utils.spectral_norm(nn.Linear(SIZE, SIZE)),
     ],
+    "attributes": lambda: [Attributes()],
+    "generators": lambda: [Generators()],
     "chance": lambda: [Chance()],
     "a queue, hooks": lambda: [Queue(), Hooks()],
     "tied weights": lambda: [Tied()],
@@ -434,8 +478,8 @@ def run_cases(folder: Path, only: str = "") -> dict[str, int]:
     cases: dict[str, Callable[[Path], int]] = {}
     for name, middle in MIDDLES.items():
         cases[name] = functools.partial(with_middle, middle)
-    accumulated = functools.partial(cases["BatchNorm"], accumulate=2)
-    cases["BatchNorm, accumulated"] = accumulated
+    for name in "BatchNorm", "attributes":
+        cases[f"{name}, accumulated"] = functools.partial(cases[name], accumulate=2)
     for name, make in OPTIMIZERS.items():
         cases[name] = functools.partial(with_optimizer, make)
     cases |= {loop.__name__: loop for loop in LOOPS}
