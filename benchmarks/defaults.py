@@ -42,6 +42,7 @@ def main() -> None:
             for case in cases:
                 flags = [*words, *case.split(), "--seed", seed]
                 found[case].append(best(folder / "project", flags))
+                print(f"seed {seed}  {case}: {found[case][-1]:.4f}", file=sys.stderr)
     lines = [("flags", "best score, mean", "min..max")]
     for case, scores in found.items():
         ends = f"{min(scores):.3f}..{max(scores):.3f}"

@@ -46,6 +46,14 @@ def test_rates_and_decay_of_layers() -> None:
     assert len(layers(net)) > 3
 
 
+@pytest.mark.parametrize("arch", ["tf_efficientnet_lite0", "mobilenetv3_small_050"])
+def test_the_last_layer_starts_small(arch: str) -> None:
+    """As torch draws a Linear, with any number of classes; timm alone: 20 times as large."""
+    args = parse_args(["--arch", f"timm/{arch}"])
+    head = build_model(args, ["one", "two"]).get_classifier()
+    assert head.weight.abs().max() <= head.in_features**-0.5
+
+
 def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"

@@ -229,6 +229,31 @@ def test_solar_cells(tmp_path: Path) -> None:
         assert found.count("val") == pytest.approx(len(found) / 4, abs=0.5), cell
 
 
+def test_signs(tmp_path: Path) -> None:
+    """Ten of a class in signs10; no photograph is in two parts, or in the parts of two sets."""
+    for digit in range(2):
+        folder = tmp_path / "clone" / "Dataset" / str(digit)
+        folder.mkdir(parents=True)
+        for number in range(48):
+            (folder / f"IMG_{number}{digit}.JPG").touch()
+    script = TEMPLATE / "tasks/classification/recipes/signs.py"
+    subprocess.run([sys.executable, script, "clone"], cwd=tmp_path, check=True)
+    found = {
+        name: {path.name for path in (tmp_path / "data").glob(f"{name}/*/*")}
+        for name in ("signs/train", "signs/val", "signs10/train", "signs10/val")
+    }
+    counts = {name: len(each) for name, each in found.items()}
+    assert counts == {
+        "signs/train": 32,
+        "signs/val": 16,
+        "signs10/train": 20,
+        "signs10/val": 8,
+    }
+    assert found["signs10/val"] < found["signs/val"]
+    trained = found["signs/train"] | found["signs10/train"]
+    assert not trained & found["signs/val"]
+
+
 @both_tasks
 @on_ranks(1)
 def test_imagenet_weights(project: Project, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ OF_THE_TASK = {
         "recipes/digits.txt",
         "recipes/elpv.py",
         "recipes/elpv.txt",
+        "recipes/signs.py",
     },
     "segmentation": OF_BOTH
     | {"losses.py", "recipes/cracks_unet.txt", "recipes/crackforest.txt"},

@@ -66,7 +66,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group.add_argument("--class-weights", type=types.class_weights, metavar="auto|A,B,...", help="of the classes in the loss; auto: from their shares of the labels")
     group.add_argument("--hflip", type=share, default=0.5, metavar="SHARE", help="of training images that are mirrored; 0 if left and right matter, as in digits and text")
     group.add_argument("--augment", default="", metavar="NAME,...", help="of trivial, rand, color, grey, rotation, vflip, erasing, mixup, cutmix")
-    group.add_argument("--crop-scale", type=part, default=0.25, metavar="SHARE", help="smallest training crop, as a share of the image; 1: whole images, always")
+    group.add_argument("--crop-scale", type=part, default=0.7, metavar="SHARE", help="smallest training crop, as a share of the image; 1: whole images, always")
     group.add_argument("--crop-pct", type=part, metavar="SHARE", help="middle that validation sees, of the shorter side (default: the network's, or 0.875)")
     group.add_argument("--tta", action="store_true", help="evaluate and predict mirrored images, too, and take the mean; not with --hflip 0")
 
