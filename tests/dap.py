@@ -74,9 +74,13 @@ def chosen(
 def configuration(project: Path, name: str, **answers: str) -> dict[str, Any]:
     """A configuration of launch.json with its questions answered; file: the one that is open.
 
-    Also with what the Python debugger's extension adds where it says nothing.
+    Also with what the Python debugger's extension adds where it says nothing, and with the task
+    that comes before it, whose questions VS Code asks next.
     """
+    flags = answers.get("flags", "")
     found = chosen(project, "launch.json", "configurations", name, answers)
+    if "preLaunchTask" in found:
+        found["preLaunchTask"] = task(project, found["preLaunchTask"], debugged=flags)
     return {
         "cwd": str(project),
         "console": "integratedTerminal",
@@ -247,7 +251,20 @@ class Debugger:
         self.threads[-1].start()
 
     def launch(self, config: dict[str, Any], debug: bool = True) -> None:
-        """F5, or Ctrl+F5 (without debugging)."""
+        """F5, or Ctrl+F5 (without debugging); nothing starts if the task before it fails."""
+        config = config.copy()
+        before = config.pop("preLaunchTask", None)
+        if before:
+            python = config.get("python", [before["command"]])  # the selected one
+            done = subprocess.run(
+                [*python, *before["args"]],
+                cwd=self.folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            self.terminal += done.stdout
+            if done.returncode:
+                return
         command = [sys.executable, "-m", "debugpy.adapter"]
         pipe = subprocess.PIPE
         self.adapter = subprocess.Popen(

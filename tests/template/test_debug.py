@@ -287,16 +287,17 @@ def test_a_wrong_flag(own: Project, name: str) -> None:
     model = own.folder / "model.py"
     model.write_text("print('imports')\n" + model.read_text())
     with debugging(own, ["--epochs=-3"], at=("main.py", LOOP), name=name) as debugger:
-        status = debugger.finish()
-        assert status == 2 or name == F5  # where torch's launcher is killed
-        assert status != 0
-        assert not generated.left(30)
-        debugger.wait(lambda: all(each.ended for each in debugger.sessions), "the end")
+        if name == F5:  # the task before it fails, so torch's launcher does not start
+            assert not debugger.sessions
+        else:
+            assert debugger.finish() == 2
+            assert not generated.left(30)
+            debugger.wait(lambda: all(each.ended for each in debugger.sessions), "end")
         lines = debugger.text.split("\n")
         error = "error: --epochs: -3 is not an integer of 1 or more"
         assert [line.startswith(error) for line in lines].count(True) == 1
-        others = {line for line in lines if not line.startswith(error)}
-        assert others <= {"", "starting 2 rank(s) ..."}
+        assert "(main.py --help lists the flags)" in debugger.text
+        assert {line for line in lines if not line.startswith(error)} <= {""}
 
 
 def test_torch_is_imported_unseen_by_the_debugger(own: Project) -> None:

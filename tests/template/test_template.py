@@ -274,7 +274,7 @@ def test_vscode() -> None:
     for config in launch["configurations"]:
         assert config["type"] == "debugpy"
         needs_torch = config.get("module", "").startswith("torch.")
-        assert config.get("preLaunchTask") == ("find torch" if needs_torch else None)
+        assert config.get("preLaunchTask") == ("check flags" if needs_torch else None)
     for name, content in ("launch.json", launch), ("tasks.json", tasks):
         kinds = KEYS.keys() & content.keys()
         assert len(kinds) == 2
