@@ -29,7 +29,7 @@ FLAGS = {
     "--max-restarts --master-port --log-dir --tee --numa-binding",
     "SLURM": "--array --cpus-per-task --exclude --gpus-per-node --gpus-per-task "
     "--kill-on-bad-exit --nodes --ntasks-per-node --signal",
-    "docker": "--gpus --ipc --pids-limit",
+    "docker": "--build-arg --gpus --ipc --pids-limit",
     "TensorBoard": "--logdir",
     "mpirun": "--bind-to",
     "TensorRT": "--fp16 --int8 --onnx --saveEngine",
@@ -45,8 +45,7 @@ FILES = {
     "what onnxruntime writes": "model_int8.onnx prepared.onnx",
     "timm": "train.py",
     "codes of errors": "folder.lock",
-    "uv": "uv.lock",
-    "names of other programs' data": "valid.csv 1_mask.png _mask.png class_dict.csv "
+    "names of other programs' data": "1_mask.png _mask.png class_dict.csv "
     "class_names.txt label_colors.txt",
 }
 VARIABLES = {
