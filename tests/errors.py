@@ -1,8 +1,8 @@
-"""The page on error messages, docs/errors.md, and the list of all of them, messages.md. Run this to
-write both anew.
+"""The page on error messages, docs/errors.md, and the list of all of them, messages.md. Run this
+to write both anew.
 
-The page explains those that people meet most; it is written by hand in errors.md beside this file, by
-the code of each. The list is from the source: what a message says is reviewed where it changes there.
+The page explains those that people meet most; it is written by hand in errors.md beside this file,
+by the code of each. The list is from the source: a message is reviewed where it changes there.
 """
 
 import ast
@@ -19,9 +19,10 @@ HEAD = """# Errors
 
 For anyone who got a one-line error: cause and remedy of the most common ones.
 
-A mistake ends all ranks with status 2 and one line that names the file or flag, the value and the remedy. It ends
-with a code in brackets, such as `[folders.open]`: the file and function that found it. Search this page for the code. Codes that
-are not listed here have nothing to add to their message; [report](https://github.com/org/ddp-template/issues) one that does not help.
+A mistake ends all ranks with status 2 and one line that names the file or flag, the value and
+the remedy. It ends with a code in brackets, such as `[folders.open]`: the file and function that
+found it. Search this page for the code. If it is not here, the message says all there is;
+[report](https://github.com/org/ddp-template/issues) one that does not help.
 
 """
 MESSAGES = ROOT / "tests" / "messages.md"
