@@ -33,7 +33,7 @@ FLAGS = {
     "TensorBoard": "--logdir",
     "mpirun": "--bind-to",
     "TensorRT": "--fp16 --int8 --onnx --saveEngine",
-    "uv": "--no-annotate --no-header --python-version --universal",
+    "uv": "--frozen --no-annotate --no-hashes --no-header --python-version --universal",
     "cookiecutter": "--checkout --no-input",
     "copier": "--trust",
     "pip": "--index-url",
