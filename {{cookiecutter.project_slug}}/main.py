@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ddpkit.Reporter.check_tracker(args.tracker)
         recipe.check_optimizer(args.optimizer)
     args.amp = recipe.choose_amp(args, device)
-    # What does not exist is refused before data are read.
+    # Unknown names and missing weights fail here, before data is read.
     pretrained = None if folder.state else args.weights
     check_flags(args, pretrained)
 
@@ -104,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         workers=args.workers,
         virtual_ranks=args.virtual_ranks,
     )
-    # Training changes `trained`. With --ema, `model` is its average; `model` is what is
-    # evaluated, saved and predicted with.
+    # The optimizer changes `trained`; `model` is evaluated, saved and used by predict.py. They
+    # differ only with --ema, where `model` is the average of `trained`.
     ema = recipe.Ema(model, args.ema) if args.ema else None
     trained = ema.trained if ema else model
     if args.compile:
@@ -192,7 +192,7 @@ def train_one_epoch(
 ) -> dict[str, float]:
     """Train on this rank's share of the rest of the epoch; return train_loss, of all ranks."""
     world_size = run.ranks  # as torch.distributed's, or --virtual-ranks
-    # Worth its time, as all batches have one shape.
+    # Pays off, because all batches have the same shape.
     torch.backends.cudnn.benchmark = not args.deterministic
     recipe.set_training(ddp_model)  # train(), but for what is frozen
     # step: of this epoch, also after a resume. batches: the --accumulate of the step, each on
@@ -232,8 +232,8 @@ def train_one_epoch(
         scheduler.step()
         if ema:
             ema.update(run.step)
-        # Counts and logs the step. To count more: correct=(right, len(targets)), for whose
-        # share over all steps and ranks, as run.means() returns it, or a number for its sum.
+        # Counts and logs the step. Add up more over steps and ranks by name: a number for its
+        # sum, correct=(right, len(targets)) for the ratio. run.means() returns them.
         # A sum in a local variable misses the steps before a resume.
         run.end_step(losses, count, grad_norm)
     # All ranks call this. It also gives them the BatchNorm statistics of rank 0.
