@@ -190,7 +190,8 @@ or, without uv:
     )
     if "_repo_dir" in CONTEXT and not commit:
         print(
-            "\nNo .cruft.json, which `cruft update` needs: the template has uncommitted files,\n"
-            "is not a git repository, or its path is relative, with --output-dir. To add it:\n"
+            "\nNo .cruft.json was written, which `cruft update` needs: the template has\n"
+            "uncommitted files, is not a git repository, or has a relative path beside\n"
+            "--output-dir. To add it:\n"
             "cruft link ADDRESS"
         )

@@ -11,7 +11,7 @@ SLUG = CONTEXT["project_slug"]
 for question in ("project_name", "author"):
     if not CONTEXT[question].strip():
         sys.exit(
-            f"error: {question} is empty: give one, such as {question}='My Project'"
+            f"error: {question} must not be empty: use, for example, {question}='My Project'"
         )
 if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", SLUG):
     # cookiecutter cannot ask again: the answers are given back as a command

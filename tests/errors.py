@@ -1,12 +1,12 @@
-"""The page on what is refused: docs/errors.md. Run this to write it anew.
+"""The page on error messages, docs/errors.md, and the list of all of them, messages.md. Run this
+to write both anew.
 
-Its table is from the source. What comes before, on the errors that people meet most, is written by
-hand in errors.md beside this file, by the code of each.
+The page explains those that people meet most; it is written by hand in errors.md beside this file,
+by the code of each. The list is from the source: a message is reviewed where it changes there.
 """
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,18 +17,20 @@ EXPLAINED = Path(__file__).with_suffix(".md")
 ERRORS = {"UserError", "NoLabelsError", "DiskError", "Damaged", "Foreign"}
 HEAD = """# Errors
 
-A mistake ends all ranks with status 2 and one line: the file or flag, the value, the remedy.
-The line ends with a code in brackets, such as `[folders.open]`: the file and the function that
-found it. Look for it on this page. The errors that people meet most are explained first; at the end
-is [a list of all](#all-lines).
+For anyone who got a one-line error: cause and remedy of the most common ones.
+
+A mistake ends all ranks with status 2 and one line that names the file or flag, the value and
+the remedy. It ends with a code in brackets, such as `[folders.open]`: the file and function that
+found it. Search this page for the code. If it is not here, the message says all there is;
+[report](https://github.com/org/ddp-template/issues) one that does not help.
 
 """
-TABLE = """
-## All lines { data-search-exclude }
+MESSAGES = ROOT / "tests" / "messages.md"
+TABLE = """# All error messages
 
-What is in braces is filled in. A code with a link is explained above.
+Written by `make pages`. What is in braces is filled in.
 
-| Code | Line |
+| Code | Message |
 | --- | --- |
 """
 
@@ -101,16 +103,17 @@ def explained() -> list[str]:
 
 
 def page() -> str:
-    known = explained()
+    return HEAD + EXPLAINED.read_text()
+
+
+def messages() -> str:
     lines = []
     for code, text in sorted({(code, text) for _, code, text in raised()}):
-        line = f"`{code}`"
-        if code in known:
-            line = f"[`{code}`](#{code.replace('.', '')})"
-        line = f"| {line} | {text} |\n".replace("\\", "\\\\")
+        line = f"| `{code}` | {text} |\n".replace("\\", "\\\\")
         lines.append(line.replace("<", "\\<"))
-    return HEAD + EXPLAINED.read_text() + TABLE + "".join(lines)
+    return TABLE + "".join(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(PAGE.write_text(page()) < 0)
+    PAGE.write_text(page())
+    MESSAGES.write_text(messages())

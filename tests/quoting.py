@@ -14,6 +14,7 @@ PAGES = {
     edits_page.PAGE: edits_page.page,
     edits_page.SITE_PAGE: edits_page.site_page,
     errors.PAGE: errors.page,
+    errors.MESSAGES: errors.messages,
     pages.FLAGS: pages.flags_page,
 }
 

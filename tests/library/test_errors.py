@@ -1,4 +1,4 @@
-"""Errors in one line: their codes, and the table of their words."""
+"""Errors in one line: their codes, and the list of their words."""
 
 import copy
 import io
@@ -18,10 +18,11 @@ from ddpkit.errors import UserError
 from ddpkit.run.checkpoint import Damaged
 
 
-def test_the_table() -> None:
-    """docs/errors.md has the words of all errors, of each the code; this is where they change."""
+def test_the_list() -> None:
+    """messages.md has the words of all errors, of each the code; this is where they change."""
     update = f"python {table.__file__}"
-    assert table.PAGE.read_text() == table.page(), f"to write the page anew: {update}"
+    assert table.PAGE.read_text() == table.page(), f"to write it anew: {update}"
+    assert table.MESSAGES.read_text() == table.messages(), f"to write it anew: {update}"
 
 
 def test_what_is_explained() -> None:

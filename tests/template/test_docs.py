@@ -195,15 +195,15 @@ recipes: gradient accumulation, gradient clipping, learning rate schedule, data 
 recipes: batch size, out of memory
 virtual-ranks: reproducibility
 fine-tuning: transfer learning, fine-tuning, finetune, freeze, backbone, pretrained weights
-many-nodes: multi-node, slurm
-own-data: k-fold, stratified, custom dataset, multi-label
+many-nodes: multi-node, slurm, elastic
+own-data: k-fold, stratified, custom dataset, multi-label, image size, greyscale
 library: conda
 what-survives: checkpoint, resume, fault tolerance, preemption
 output: tensorboard, confusion matrix, csv
 poor-results: overfitting
 export: onnx, quantization
 unusual-images: multispectral, 16-bit
-launchers: torchrun, kubernetes
+launchers: torchrun, kubernetes, docker, windows, jupyter
 when-it-hangs: deadlock, nccl timeout
 debugging: breakpoint, launch.json
 labels: coco, yolo

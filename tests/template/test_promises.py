@@ -29,11 +29,11 @@ FLAGS = {
     "--max-restarts --master-port --log-dir --tee --numa-binding",
     "SLURM": "--array --cpus-per-task --exclude --gpus-per-node --gpus-per-task "
     "--kill-on-bad-exit --nodes --ntasks-per-node --signal",
-    "docker": "--gpus --ipc --pids-limit",
+    "docker": "--build-arg --gpus --ipc --pids-limit",
     "TensorBoard": "--logdir",
     "mpirun": "--bind-to",
     "TensorRT": "--fp16 --int8 --onnx --saveEngine",
-    "uv": "--no-annotate --no-header --python-version --universal",
+    "uv": "--frozen --no-annotate --no-hashes --no-header --python-version --universal",
     "cookiecutter": "--checkout --no-input",
     "copier": "--trust",
     "pip": "--index-url",
@@ -45,8 +45,7 @@ FILES = {
     "what onnxruntime writes": "model_int8.onnx prepared.onnx",
     "timm": "train.py",
     "codes of errors": "folder.lock",
-    "uv": "uv.lock",
-    "names of other programs' data": "valid.csv 1_mask.png _mask.png class_dict.csv "
+    "names of other programs' data": "1_mask.png _mask.png class_dict.csv "
     "class_names.txt label_colors.txt",
 }
 VARIABLES = {

@@ -146,9 +146,9 @@ def test_five_questions(generate: Generate, tmp_path: Path) -> None:
     name = 'Été "à" Lyon!'
     done = generate(tmp_path, input=f"{name}\n\n2\n\n2\n")
     assert done.returncode == 0, done.stderr
-    words = ["Name of the project", "Name of its folder", "What it learns", "[5/5]"]
+    words = ["Project name", "Folder name", "Task", "[5/5]"]
     words += ["image classification: one", "semantic segmentation: one"]
-    words += ["Who holds the copyright", "Licence of the project"]
+    words += ["Author, the copyright holder", "Licence"]
     assert not [text for text in words if text not in done.stdout]
     project = tmp_path / "ete_a_lyon"
     assert (project / "README.md").read_text().startswith(f"# {name}\n")
