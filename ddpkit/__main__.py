@@ -3,6 +3,7 @@
   check DIR      read every file of a dataset, list what is wrong with it, and draw it
   convert SOURCE OUT
                  make such a dataset from labels of COCO, YOLO, VOC, LabelMe, CVAT and others
+  compare RUN... list runs by their best epoch, with the flags that differ
   export         write a checkpoint as an ONNX file, also with 8-bit integers
   publish        write a model card, and push it with the checkpoint to the Hugging Face hub
   where          have a run print where its ranks are
@@ -81,8 +82,12 @@ def copy() -> None:
     print_line(done, sys.stdout)
 
 
+def compare() -> None:
+    importlib.import_module("ddpkit.vision.tools.compare").main()
+
+
 # These need no torch, which takes seconds to import.
-COMMANDS = {"where": where, "copy": copy}
+COMMANDS = {"compare": compare, "where": where, "copy": copy}
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from ddpkit.data.format import MEAN, STD, Format, read_format
 from ddpkit.data.samples import Packed
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
+from ddpkit.run.file_names import EPOCHS, SHOWN, STEPS
 from ddpkit.vision import class_counts, lists, masks, pairing, places
 from ddpkit.vision.images import LazyImage, is_array, open_image
 from ddpkit.vision.names import hint_at_look, refuse_alike
@@ -33,7 +34,9 @@ LEFTOVERS = """#recycle|#snapshot|$extend|$recycle.bin|@__thumb|@eadir|@recently
     network trash folder|recycler|system volume information|temporary items|
     thevolumesettingsfolder|thumbs.db|~snapshot"""
 LEFT_OUT = {name.strip() for name in LEFTOVERS.split("|")}
-OF_A_RUN = "args.json"  # in each folder to which one writes
+# What a folder has to which a run writes: one of these. Without a run the lock is gone.
+OF_RUNS = ({".lock"}, {"args.json", "metrics.csv"})
+WRITTEN_BY_RUNS = {"eval", EPOCHS, STEPS, *SHOWN}
 OF_PREDICTIONS = {"masks", "overlays", "legend.png"}  # what predict.py writes
 # the paths of images and their masks, or labels; then a group, if there is one
 Pairs = list[tuple]
@@ -50,13 +53,8 @@ def raise_it(error: UserError) -> None:
     raise error
 
 
-def walk(
-    folder: Path, output: Path | None = None
-) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Like os.walk, sorted folders and links to them, each once, but for hidden and system ones.
-
-    Nor folders of runs, and what predict.py has written. output: where it writes.
-    """
+def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Like os.walk, sorted folders and links to them, each once, but for hidden and system ones."""
 
     def refuse(error: OSError) -> NoReturn:
         # os.walk would leave out the folder
@@ -67,22 +65,14 @@ def walk(
     for place in folder.resolve(), folder.absolute().parent.resolve():
         seen.update(map(str, (place / "any").parents))  # the place, and those above
     for parent, inner, names in os.walk(folder, onerror=refuse, followlinks=True):
-        there = {*inner, *names}
-        made: set[str] = set()
-        if OF_A_RUN in names:
-            made = there
-        elif there >= OF_PREDICTIONS or os.path.realpath(parent) == str(output):
-            made = there & OF_PREDICTIONS
-        if made:
-            say_skipped("a run or predict.py writes there", parent)
-        below = sorted({*inner} - made)
+        below = sorted(inner)
         inner.clear()  # os.walk goes on with what is in this list afterwards
         for name in below:
             real = os.path.realpath(os.path.join(parent, name))
             if real not in seen and not name.startswith(".") and not is_leftover(name):
                 seen.add(real)
                 inner.append(name)
-        yield parent, inner, [name for name in names if name not in made]
+        yield parent, inner, names
 
 
 def is_leftover(name: str) -> bool:
@@ -99,24 +89,45 @@ def say_skipped(why: str, what: str) -> None:
     distributed.print0(f"skipped, because {why}: {what}")
 
 
+def walk_data(
+    folder: Path, output: Path | None = None
+) -> Iterator[tuple[str, list[str], list[str], bool]]:
+    """Like `walk`, but for what runs and predict.py have written, and whether there is any.
+
+    output: where predict.py writes.
+    """
+    for parent, inner, names in walk(folder):
+        there = {*inner, *names}
+        made: set[str] = set()
+        if any(there >= own for own in OF_RUNS):
+            # of what somebody names the rest is meant
+            made = there & WRITTEN_BY_RUNS if parent == str(folder) else there
+        elif there >= OF_PREDICTIONS or os.path.realpath(parent) == str(output):
+            made = there & OF_PREDICTIONS
+        if made:
+            say_skipped("a run or predict.py writes there", parent)
+        # `walk` goes on with what remains
+        inner[:] = [name for name in inner if name not in made]
+        yield parent, inner, [name for name in names if name not in made], bool(made)
+
+
 def list_images(folder: Path, output: Path | None = None) -> list[str]:
     """Return the paths of all images below `folder`, sorted.
 
-    output: as of `walk`. Raises a UserError if there are none, unless that is because runs or
+    output: as of `walk_data`. Raises a UserError if there are none, unless that is because runs or
     predict.py write there.
     """
     paths_of: dict[str, list[str]] = {}  # by the files' endings
-    for parent, _, names in walk(folder, output):
+    has_output = False
+    for parent, _, names, is_output in walk_data(folder, output):
+        has_output = has_output or is_output
         for name in names:
             if not name.startswith("."):
                 ending = os.path.splitext(name)[1].lower()
                 paths_of.setdefault(ending, []).append(os.path.join(parent, name))
     # arrays may be anything, such as embeddings beside the images
     read = (EXTENSIONS & paths_of.keys()) or ({".npy"} & paths_of.keys())
-    if not read and not any(
-        OF_A_RUN in names or {*inner, *names} >= OF_PREDICTIONS
-        for _, inner, names in os.walk(folder)
-    ):
+    if not read and not has_output:
         there = shorten(sorted(paths_of)) or "nothing"
         raise UserError(
             f"{folder}: no images in it ({there}); add some, such as .jpg or .png, or remove the "
@@ -141,11 +152,11 @@ def collect(
         is_written = given.name in OF_PREDICTIONS and given.parent.resolve() == output
         if len(inputs) > 1 and (is_written or is_leftover(given.name)):
             continue
-        start = given
         if os.path.isfile(given):  # False, too, of a name that is too long
             start = given.parent
             paths = [str(given)]
         else:
+            start = given
             paths = list_images(given, output)
         for path in paths:
             images.append((path, os.path.splitext(os.path.relpath(path, start))[0]))
@@ -266,6 +277,12 @@ def read_parts(
     root: Path, has_masks: bool, wanted: Sequence[str], note: Note
 ) -> dict[str, Pairs]:
     """Return the pairs of each part of `wanted` that is there; of lists, else of folders."""
+    old = root / "broken.txt"
+    if old.exists():
+        raise UserError(
+            f"{old}: is not read any more; rename it, then python -m ddpkit check {root} "
+            "--skip-broken writes lists without broken images; take out what else it names"
+        )
     parts = {}
     if not has_lists(root):
         read = match_pairs if has_masks else read_class_folders
@@ -383,7 +400,7 @@ def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs
 def read_class_folders(place: Place, note: Note = raise_it) -> Pairs:
     """Return (path, class name) of all images in the class folders of a place."""
     folder = place.images
-    _, names, _ = next(walk(folder))
+    _, names, _, _ = next(walk_data(folder))
     if place.is_flat:  # beside the folders of other parts
         names = [name for name in names if not places.is_part(name)]
     if not names:

@@ -48,12 +48,8 @@ COMMENTS = [bytes([number]) for number in (*range(0xE1, 0xEE), 0xEF, 0xFE)]
 FORMATS = ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF", "PPM", "JPEG2000"]
 if importlib.util.find_spec("PIL.AvifImagePlugin"):  # not in older versions
     FORMATS.append("AVIF")
-# What phones write, by a package of its own.
-with contextlib.suppress(ImportError):
-    from pillow_heif import register_heif_opener
-
-    register_heif_opener()
-    FORMATS.append("HEIF")
+# What phones write begins with a length, ftyp, and one of these; mif1 may be AVIF, too.
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 # at the end, by some cameras
 PADDING = re.compile(r"\b\d\d? extraneous bytes before marker 0xd9")
 ALPHA = ("LA", "RGBA")  # modes of Pillow whose last channel is alpha
@@ -80,7 +76,8 @@ class LazyImage(Image.Image):
 
     decode: n -> the pixels at 1 / n of height and width, rounded up. shrinks: the n that `decode`
     takes besides 1, in descending order. grid: those of the image that a mask belongs to: its parts
-    begin and end where the image's do.
+    begin and end where the image's do. is_turned: whether EXIF has turned it, which its height and
+    width do not show.
 
         def val_transform(image: ddpkit.LazyImage) -> Tensor:
             return image.read((0, 0, image.height, image.width), (224, 224))
@@ -100,6 +97,7 @@ class LazyImage(Image.Image):
         self.decode = decode
         self.shrinks = shrinks
         self.grid: Sequence[int] = ()
+        self.is_turned = False
         self.is_loaded = False  # into memory of PIL, where its methods may change it
 
     @classmethod
@@ -154,8 +152,7 @@ class LazyImage(Image.Image):
 
     def __reduce__(self) -> tuple:
         # for another process, which cannot get the function `decode`
-        pixels = self._part(1, slice(None), slice(None))
-        return LazyImage.of, (np.array(pixels[..., 0] if self.mode == "P" else pixels),)
+        return LazyImage.of, (np.array(self._decoded(1)),)
 
     def read(
         self,
@@ -177,8 +174,8 @@ class LazyImage(Image.Image):
         columns = slice(max(left, 0), max(right, 0))
         # A copy, because augmentation may change it. Its channels are first only by its
         # strides: in memory they stay last, which is faster from here on.
-        part = self._part(shrink, rows, columns)[None].copy()
-        pixels = torch.from_numpy(part).permute(0, 3, 1, 2)
+        part = torch.from_numpy(self._decoded(shrink)[rows, columns][None].copy())
+        pixels = part.permute(0, 3, 1, 2)
         missing_rows = bottom - top - pixels.shape[2]
         missing_columns = right - left - pixels.shape[3]
         if missing_rows or missing_columns:
@@ -188,19 +185,14 @@ class LazyImage(Image.Image):
             edges = [x, missing_columns - x, y, missing_rows - y]
             pixels = pad(pixels, edges, value=fill)
         if size and pixels.shape[2:] != size:
-            pixels = self._resize(pixels, size)
+            pixels = interpolate(pixels, size, mode="bilinear", antialias=True)
         return pixels[0]
 
-    def _part(self, shrink: int, rows: slice, columns: slice) -> np.ndarray:
-        """Return pixels (H, W, channels) of the image at 1 / shrink of its size."""
-        if shrink > 1:
-            return self.decode(shrink)[rows, columns]
-        # PIL may have changed it
-        pixels = np.asarray(self) if self.is_loaded else self.pixels
-        return np.atleast_3d(pixels)[rows, columns]
-
-    def _resize(self, pixels: Tensor, size: tuple[int, int]) -> Tensor:
-        return interpolate(pixels, size, mode="bilinear", antialias=True)
+    def _decoded(self, shrink: int) -> np.ndarray:
+        if self.is_loaded:  # PIL may have changed it
+            pixels = np.asarray(self)
+            return pixels[..., None] if self.mode == "F" else pixels
+        return self.decode(shrink) if shrink > 1 else self.pixels
 
     def _edges(
         self,
@@ -257,18 +249,43 @@ class LazyMask(LazyImage):
         fill: int = 0,
     ) -> Tensor:
         """Return uint8 (H, W), as `LazyImage.read`, but of single pixels."""
-        return super().read(box, size, fill)[0]
-
-    def _part(self, shrink: int, rows: slice, columns: slice) -> np.ndarray:
-        if self.is_loaded:
-            return super()._part(shrink, rows, columns)
-        part = self.stored[rows, columns]
-        if part.size:
+        box = box or (0, 0, self.height, self.width)
+        _, (top, left, bottom, right) = self._edges(box, size)
+        size = size or (bottom - top, right - left)
+        stored = self._decoded(1) if self.is_loaded else self.stored
+        y, rows = _nearest(top, bottom, size[0], self.height)
+        x, columns = _nearest(left, right, size[1], self.width)
+        if isinstance(columns, slice):
+            part = stored[rows, columns].copy()
+        else:  # a row at a time: at once takes six times as long
+            part = stored[rows].take(columns, axis=1)
+        if part.size and not self.is_loaded:
             part = self.translate(part)
-        return part[..., None].astype(np.uint8, copy=False)
+        height, width = part.shape
+        if (height, width) == size:
+            return torch.from_numpy(part)
+        filled = np.full(size, fill, np.uint8)
+        if part.size:
+            filled[y : y + height, x : x + width] = part
+        return torch.from_numpy(filled)
 
-    def _resize(self, pixels: Tensor, size: tuple[int, int]) -> Tensor:
-        return interpolate(pixels, size, mode="nearest-exact")
+
+def _nearest(
+    first: int,
+    end: int,
+    count: int,
+    length: int,
+) -> tuple[int, slice | np.ndarray]:
+    """Return which rows, or columns, nearest-exact of torch takes if it resizes those from `first`
+    to `end` to `count`; of them, how many lie before the first of the `length` that there are.
+    """
+    if count == end - first:
+        return max(-first, 0), slice(max(first, 0), max(end, 0))
+    numbers = torch.arange(first, end, dtype=torch.float32)
+    taken = interpolate(numbers[None, None], count, mode="nearest-exact")
+    places = taken.flatten().int().numpy()
+    is_inside = (places >= 0) & (places < length)
+    return int(np.count_nonzero(places < 0)), places[is_inside]
 
 
 def open_image(
@@ -288,15 +305,25 @@ def open_image(
             if is_deep(file):
                 values = read_values(path, data, format)
                 return LazyImage.of(_to_rgb(path, values, format))
-            is_upright = file.getexif().get(ORIENTATION, 1) == 1
-            is_jpeg = file.format in ("JPEG", "MPO")
-            if is_upright and is_jpeg and file.mode in ("RGB", "L"):
-                return _open_jpeg(path, data, file.size)
-            upright = _upright(file, data)
-            # to convert RGB would copy it
-            if upright.mode != "RGB":
-                upright = upright.convert("RGB")
-            return LazyImage.of(np.array(upright))
+            size = file.size
+            orientation = file.getexif().get(ORIENTATION, 1)
+            if file.format in ("JPEG", "MPO") and file.mode in ("RGB", "L"):
+                image = _open_jpeg(path, data, size)
+                if orientation == 1:
+                    return image
+                # turned as Pillow does it: the pixels get the entry, then lose it
+                pixels = Image.fromarray(image.decode(1))
+                pixels.getexif()[ORIENTATION] = orientation
+                image = LazyImage.of(np.array(ImageOps.exif_transpose(pixels)))
+            else:
+                upright = _upright(file, data)
+                # to convert RGB would copy it
+                if upright.mode != "RGB":
+                    upright = upright.convert("RGB")
+                image = LazyImage.of(np.array(upright))
+            # a quarter turn shows by the size
+            image.is_turned = orientation in range(2, 9) and size == image.size
+            return image
 
 
 def _divide(data: bytes) -> tuple[list[bytes], bytes]:
@@ -413,10 +440,7 @@ def read_values(
 ) -> np.ndarray:
     """Return the values of a file, of their own type: (H, W, channels)."""
     if is_array(path):
-        # what its header claims beyond the data is an error
-        values = np.load(io.BytesIO(data), allow_pickle=False)
-        if values.ndim > 1:  # else it is refused for that
-            format.check_size(path, (values.shape[1], values.shape[0]))
+        values = _read_npy(path, data, format)
     elif data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):  # TIFF, and BigTIFF
         values = _read_tiff(path, data, format)
     else:
@@ -440,6 +464,24 @@ def read_values(
             f"{format.channels}); save it so, or correct data.json"
         )
     return values
+
+
+def _read_npy(
+    path: str,
+    data: bytes,
+    format: Format,
+) -> np.ndarray:
+    """Return the array in `data`, a view of it: its header may claim any size."""
+    file = io.BytesIO(data)
+    npy = np.lib.format
+    if npy.read_magic(file) == (1, 0):
+        shape, is_fortran, dtype = npy.read_array_header_1_0(file)
+    else:
+        shape, is_fortran, dtype = npy.read_array_header_2_0(file)
+    if len(shape) > 1:  # else it is refused for that
+        format.check_size(path, (shape[1], shape[0]))
+    values = np.frombuffer(data, dtype, math.prod(shape), file.tell())
+    return values.reshape(shape, order="F" if is_fortran else "C")
 
 
 def _read_tiff(
@@ -551,10 +593,30 @@ def is_array(path: str) -> bool:
     return path.lower().endswith(".npy")
 
 
+def _read_heif_too(
+    path: str,
+    data: bytes,
+) -> None:
+    """Have Pillow open what phones write, if it is that: a package of its own does it."""
+    is_heif = data[4:8] == b"ftyp" and data[8:12] in HEIF_BRANDS
+    if not is_heif or b"avif" in data[:64] or "HEIF" in FORMATS:
+        return
+    try:
+        import pillow_heif
+    except ImportError:
+        raise UserError(
+            f"{path}: HEIC needs a package: python -m pip install pillow-heif"
+        ) from None
+    pillow_heif.register_heif_opener()
+    FORMATS.append("HEIF")
+
+
 @contextlib.contextmanager
 def open_header(path: Path | str) -> Iterator[ImageFile.ImageFile]:
     """Give the block an image file, of which only the header is read."""
     with files.open_file(path) as file:
+        _read_heif_too(str(path), file.read(64))
+        file.seek(0)
         yield Image.open(file, formats=FORMATS)
 
 
@@ -574,6 +636,7 @@ def _opened(
         raise UserError(
             f"{path}: a pointer of Git LFS, not the image; run: git lfs pull"
         )
+    _read_heif_too(path, data)
     or_channels = "" if is_mask else f', or write the number of "channels" into {NAME}'
     with _open_bytes(data) as image:
         format.check_size(path, image.size)
@@ -624,8 +687,6 @@ def _reading(
                 remedy = (
                     "masks are PNG, or without loss BMP, WebP or TIFF of 8 to 32 bits"
                 )
-            elif path.lower().endswith((".heic", ".heif")):
-                remedy = "HEIC needs a package: python -m pip install pillow-heif"
             elif path.lower().endswith((".npy", ".tif", ".tiff")):
                 remedy = f'if it is whole, it needs the number of "channels" in {NAME}'
         elif isinstance(error, MemoryError) or number in EXHAUSTED:

@@ -65,26 +65,35 @@ class Classes(list[str]):
 class Labels(Classes):
     """The class names, and what stands for them in masks, as the lines of classes.txt say.
 
-    values, colored: class number or VOID, by grey value, and by colour, as `_as_keys` has it.
-    has_greys: whether grey values are listed colours. white: the value of white in masks that are
-    stored in black and white. meant: what the masks that were read mean.
+    kind: how many numbers each line has. values, colored: class number or VOID, by grey value, and
+    by colour, as `_as_keys` has it. has_greys: whether grey values are listed colours.
+    white: the value of white in masks that are stored in black and white.
+    meant: what the masks that were read mean.
     """
 
-    def __init__(self, names: Sequence[str], keys: dict[tuple, int]) -> None:
-        colors = {key: number for key, number in keys.items() if len(key) == 3}
-        # of a class with several colours the first
-        color_of = {number: color for color, number in reversed(colors.items())}
-        super().__init__(names, [color_of[n] for n in range(len(names)) if colors])
+    def __init__(
+        self,
+        names: Sequence[str],
+        kind: int,
+        keys: dict[tuple, int],
+    ) -> None:
         self.colored: dict[int, int] = {}
         greys: dict[int, int] = {}
-        for color, number in colors.items():
-            self.colored[int.from_bytes(bytes(color), "little")] = number
-            if len(set(color)) == 1:
-                greys[color[0]] = number
-        values = {key[0]: number for key, number in keys.items() if len(key) == 1}
-        # Without a listed grey a mask in grey can only mean the class numbers.
-        numbers = values or {number: number for number in range(len(names))}
-        self.values = greys or {VOID: VOID, **numbers}
+        if kind == 3:
+            # of a class with several colours the first
+            color_of = {number: color for color, number in reversed(keys.items())}
+            super().__init__(names, [color_of[n] for n in range(len(names))])
+            for color, number in keys.items():
+                self.colored[int.from_bytes(bytes(color), "little")] = number
+                if len(set(color)) == 1:
+                    greys[color[0]] = number
+            # Without a listed grey a mask in grey can only mean the class numbers.
+            values = {number: number for number in range(len(names))}
+        else:
+            super().__init__(names)
+            values = {key[0]: number for key, number in keys.items()}
+        self.kind = kind
+        self.values = greys or {VOID: VOID, **values}
         self.has_greys = bool(greys)
         # which class number white stands for, unless classes.txt says what 255 means
         self.white = 255 if greys or self.values[VOID] != VOID else 1
@@ -93,7 +102,7 @@ class Labels(Classes):
 
 def unnamed() -> Labels:
     """Return what masks mean without classes.txt."""
-    return Labels([], {(number,): number for number in range(VOID)})
+    return Labels([], 0, {(number,): number for number in range(VOID)})
 
 
 def read_classes(path: Path) -> Labels:
@@ -115,13 +124,14 @@ def read_lines(path: Path) -> list[str]:
         return lines
     if path.suffix.lower() == ".csv":
         lines[:1] = []  # which names the columns
-    translated = []
-    for line in lines:
-        line = re.sub(r'["\[\]]', "", line).strip()
-        match = NAME_FIRST.fullmatch(line) or NAME_LAST.fullmatch(line)
-        name = usual_name(match["name"] if match else line)
-        translated.append(f"{name} = {match['value']}" if match else name)
-    return translated
+    return [translate_line(re.sub(r'["\[\]]', "", line).strip()) for line in lines]
+
+
+def translate_line(line: str) -> str:
+    """Return a line of another program's list as classes.txt has it."""
+    match = NAME_FIRST.fullmatch(line) or NAME_LAST.fullmatch(line)
+    name = usual_name(match["name"] if match else line)
+    return f"{name} = {match['value']}" if match else name
 
 
 def usual_name(name: str) -> str:
@@ -170,7 +180,7 @@ def parse(
         raise UserError(
             f"{path}: {len(names)} classes; needs 2 to {VOID}, one per line"
         )
-    return Labels(names, keys)
+    return Labels(names, kind, keys)
 
 
 def read_mask(
@@ -193,22 +203,15 @@ def lazy_mask(
     read: in a crop it may lie outside.
     """
     image = images.read_stored(path, format)
-    # a file of its own, or in a TIFF
-    is_jpeg = image.info.get("compression") == "jpeg"
-    kind = "JPEG" if is_jpeg else image.format
-    if kind in LOSSY:
-        raise UserError(
-            f"{path}: {kind} has changed the values of this mask; save masks as PNG"
-        )
-    if image.mode == "RGB" or (image.mode == "P" and labels.colored):
+    _refuse_changed(path, image)
+    if image.mode == "RGB" or (image.mode == "P" and labels.kind == 3):
         image = image.convert("RGBA")  # transparent where the file says so of a colour
-    if image.mode[-1] == "A" and image.getchannel("A").getextrema()[0] != VOID:
-        raise UserError(
-            f"{path}: a mask with transparent pixels; save it without transparency"
-        )
+    if image.mode in ("LA", "RGBA"):
+        _refuse_clear(path, image)
     if image.mode == "RGBA":
-        keys = _as_keys(np.asarray(image))
-        return LazyMask(keys, Legend(path, labels, are_keys=True).translate)
+        return LazyMask(
+            _as_keys(np.asarray(image)), ColorLegend(path, labels).translate
+        )
     if image.mode == "LA":
         image = image.getchannel("L")
     if image.mode in OF_8_BITS:
@@ -258,6 +261,29 @@ def _read_bytes(
     return shown, Legend(path, labels, GREYS)
 
 
+def _refuse_changed(
+    path: str,
+    image: Image.Image,
+) -> None:
+    # a file of its own, or in a TIFF
+    is_jpeg = image.info.get("compression") == "jpeg"
+    kind = "JPEG" if is_jpeg else image.format
+    if kind in LOSSY:
+        raise UserError(
+            f"{path}: {kind} has changed the values of this mask; save masks as PNG"
+        )
+
+
+def _refuse_clear(
+    path: str,
+    image: Image.Image,
+) -> None:
+    if image.getchannel("A").getextrema()[0] != VOID:
+        raise UserError(
+            f"{path}: a mask with transparent pixels; save it without transparency"
+        )
+
+
 def _as_keys(colors: np.ndarray) -> np.ndarray:
     """Return colours, uint8 (H, W, 4), (H, W) of one number each: its bytes but for alpha."""
     return np.ascontiguousarray(colors).view("<u4")[..., 0] & (KEYS - 1)
@@ -268,7 +294,6 @@ class Legend:
 
     colors: what each value of 8 bits shows, (red, green, blue); none of other types. tones: what
     black and white mean in the mask. is_palette: whether its file says which colours these are.
-    are_keys: its pixels are colours, as `_as_keys` has them.
     """
 
     def __init__(
@@ -278,16 +303,14 @@ class Legend:
         colors: Sequence[Sequence[int]] = (),
         tones: str = "other numbers",
         is_palette: bool = False,
-        are_keys: bool = False,
     ) -> None:
         self.path = path
         self.labels = labels
         self.colors = colors
         self.tones = tones
         self.is_palette = is_palette
-        self.are_keys = are_keys
-        # class number or VOID, by what a pixel has
-        self.numbers = labels.colored if are_keys else labels.values
+        self.numbers = labels.values  # class number or VOID, by what a pixel has
+        self.holds = "numbers"
 
     def translate(self, stored: np.ndarray) -> np.ndarray:
         """Return the class numbers of pixels as they are stored, uint8 (H, W).
@@ -304,14 +327,12 @@ class Legend:
     def meanings(self, stored: np.ndarray) -> Iterator[tuple[str, str]]:
         """Yield what the pixels show and what that means, where other masks may contradict it."""
         # If greys are listed, masks in grey mean colours, too: the two may be mixed.
-        if self.labels.colored and not self.labels.has_greys:
-            yield "a mask", "colours" if self.are_keys else "numbers"
+        if self.labels.kind == 3 and not self.labels.has_greys:
+            yield "a mask", self.holds
         # With white for 255 there is nothing to tell apart; black alone tells nothing.
         if self.labels.white != VOID and stored.any():
             yield BLACK_WHITE, self.tones
-        if not self.colors:
-            return
-        for value in np.flatnonzero(Image.fromarray(stored).histogram()).tolist():
+        for value in _values_in(stored) if self.colors else ():
             color = self.colors[value]
             shown = "colour {} {} {}".format(*color)
             # Black may fill. Of a palette that has a colour twice its number alone tells.
@@ -322,8 +343,6 @@ class Legend:
 
     def text_of(self, key: float) -> str:
         """Return a value as a line of classes.txt has it."""
-        if self.are_keys:
-            return " ".join(map(str, int(key).to_bytes(3, "little")))
         return " ".join([f"{key:g}"] * (3 if self.labels.has_greys else 1))
 
     def _explain(self, unknown: np.ndarray) -> str:
@@ -342,6 +361,23 @@ class Legend:
         if not float(key).is_integer():  # which classes.txt cannot list
             return line
         return f"{line}, or write into classes.txt: NAME = {text} or void = {text}"
+
+
+class ColorLegend(Legend):
+    """Of colours, as `_as_keys` has them."""
+
+    def __init__(self, path: str, labels: Labels) -> None:
+        super().__init__(path, labels)
+        self.numbers = labels.colored
+        self.holds = "colours"
+
+    def text_of(self, key: float) -> str:
+        return " ".join(map(str, int(key).to_bytes(3, "little")))
+
+
+def _values_in(stored: np.ndarray) -> list[int]:
+    """Return the values of 8 bits that occur, in ascending order."""
+    return np.flatnonzero(Image.fromarray(stored).histogram()).tolist()
 
 
 def add_meanings(

@@ -1,8 +1,9 @@
 """What the model gets wrong: the worst images, and the numbers of each class."""
 
-import itertools
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from ddpkit.errors import shorten
 from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run.outputs import Outputs, to_logits
 from ddpkit.vision import images, lists, pictures
-from ddpkit.vision.pictures import DrawExample
+from ddpkit.vision.pictures import DrawExample, Example
+from ddpkit.vision.rows import as_digits, clip, clip_middle, table_lines
 
 # what TopLosses finds: (loss, index) of images, or, of every one, what `judge` returns, too
 Worsts = Sequence[tuple]
@@ -28,6 +30,8 @@ Predict = Callable[[nn.Module, Tensor], Outputs]  # of a batch of images
 COUNT = 12  # images in worst.png
 EXAMPLES = 8  # in examples.png
 MEASURES = ("precision", "recall", "f1", "iou")
+MOST_LINES = 50  # classes in a printed table
+FEW_LINES = 20  # of more classes
 IGNORED = -100  # cross_entropy leaves this label out
 
 
@@ -146,35 +150,30 @@ class Mistakes:
     @torch.inference_mode()
     def draw_examples(
         self, path: Path, captions: Mapping[int, str] | None = None
-    ) -> None:
-        """Draw images by index, with their file and caption; by default some.
+    ) -> list[Example]:
+        """Draw images by index, with their file and caption, and return them; by default some.
 
-        None of a stream, or without `draw`.
+        They are none of a stream, or without `draw`.
         """
         data = getattr(self.loader, "dataset", None)
         if not self.draw or data is None or isinstance(data, IterableDataset):
-            return
+            return []
         data = getattr(self.loader, "seeded", None) or Seeded(data, self.classes, 0)
         captions = captions or dict.fromkeys(spread(len(data), EXAMPLES), "")
         format = normalizing.format_of(self.loader)
         device = next(self.model.parameters()).device
-        cells: list[pictures.Cell] = []
-        for index, caption in captions.items():
+        names = short_names(data.dataset, captions)
+        examples: list[Example] = []
+        for name, (index, caption) in zip(names, captions.items(), strict=True):
             image, target = data[Key(0, index, is_val=True)][:2]
-            target = torch.as_tensor(target)
             batch = normalizing.normalize_images(image[None].to(device), format)
             with replicas.in_evaluation(self.model):
                 logits = to_logits(self.predict(self.model, batch))[0].cpu()
-            numbers: list[int] = []
-            if target.ndim == 2 and not target.is_floating_point():  # a mask
-                numbers += target.unique().tolist()
-                numbers += logits.argmax(0).unique().tolist()
-            above = [
-                line for line in (short_name(data.dataset, index), caption) if line
-            ]
-            shown = images.visible(image), target, logits, self.classes
-            cells.append((shown, above, numbers))
-        pictures.draw_grid(path, cells, self.draw, self.classes)
+            above = [line for line in (name, caption) if line]
+            shown = images.visible(image)
+            examples.append((shown, torch.as_tensor(target), logits, above))
+        pictures.draw_images(path, examples, self.draw, self.classes)
+        return examples
 
     def write_files(
         self, folder: Path, confusion: Tensor | None, worst: Worsts
@@ -186,12 +185,20 @@ class Mistakes:
                 path = folder / "confusion.png"
                 pictures.draw_confusion(path, confusion, self.classes)
         # another loader may not say which images they were
-        shown = [each for each in worst[:COUNT] if each[1] >= 0]
+        shown = [each[:2] for each in worst[:COUNT]]
+        losses = {index: f"{loss:.4g}" for loss, index in shown if index >= 0}
+        if not losses:
+            return
         captions = {}
-        for number, (loss, index, *_) in enumerate(shown, 1):
-            captions[index] = f"{number}.  loss {loss:.4g}"
-        if captions:
-            self.draw_examples(folder / "worst.png", captions)
+        for number, (index, loss) in enumerate(losses.items(), 1):
+            captions[index] = f"{number}.  loss {loss}"
+        examples = self.draw_examples(folder / "worst.png", captions)
+        # the files that worst.png shows, in its order
+        columns = ["path", "label", "prediction", "loss"]
+        with files.table(folder / "worst.csv", columns) as write:
+            for index, (_, target, logits, _) in zip(losses, examples, strict=False):
+                words = self._in_words(target, logits)
+                write([self._name(index), *words, losses[index]])
 
     def _name(self, index: int) -> str:
         data = samples.dataset_of(self.loader)
@@ -223,7 +230,7 @@ class Mistakes:
                 # another loader may not say which image it is
                 words = [self._name(index) if index >= 0 else ""]
                 if not is_mask:
-                    words += self._in_words(label, row)
+                    words += self._in_words(label, row - 0.5)
                 # nine digits are all of a float32
                 write([*words, *[f"{x:.9g}" for x in (loss, *row.flatten().tolist())]])
         if is_mask:
@@ -238,14 +245,24 @@ class Mistakes:
                         write([name, *best_threshold(*pair)])
         return {"ece": calibration_error(scores, labels)}
 
-    def _in_words(self, target: Tensor, scores: Tensor) -> list[str]:
-        """Return the label and the prediction, or several of each, by probabilities (classes,)."""
-        if target.ndim:
-            return [self._named(target > 0.5), self._named(scores > 0.5)]
-        return [self.classes[int(target)], self.classes[int(scores.argmax())]]
-
-    def _named(self, are_there: Tensor) -> str:
-        return "; ".join(itertools.compress(self.classes, are_there))
+    def _in_words(self, target: Tensor, logits: Tensor) -> list[str]:
+        """Return label and prediction; of a mask the classes' shares of its labelled pixels."""
+        if target.is_floating_point():  # several labels
+            labels = [(target > 0.5).nonzero(), (logits > 0).nonzero()]
+        else:
+            is_label = (target >= 0) & (target < len(logits))
+            labels = [target[is_label], logits.argmax(0)[is_label]]
+        said = []
+        for numbers in labels:
+            words = []
+            for number in numbers.unique().tolist():
+                word = self.classes[number]
+                if target.ndim > 1:
+                    share = (numbers == number).double().mean()
+                    word += f" {100 * share:.3g}%"
+                words.append(word)
+            said.append("; ".join(words))
+        return said
 
 
 def spread(total: int, count: int) -> list[int]:
@@ -254,9 +271,14 @@ def spread(total: int, count: int) -> list[int]:
     return sorted({round(i * gap) for i in range(count)})
 
 
-def short_name(dataset: MapDataset, index: int) -> str:
-    """Return the file of a sample with its folder, for a picture; "" without one."""
-    return "/".join(Path(samples.file_of(dataset, index)).parts[-2:])
+def short_names(dataset: MapDataset, indices: Iterable[int]) -> list[str]:
+    """Return the files of samples, from the folder that all of them share, for a picture."""
+    every = [samples.file_of(dataset, index) for index in indices]
+    folders = [os.path.dirname(os.path.abspath(path)) for path in every if path]
+    root = os.curdir
+    with contextlib.suppress(ValueError):  # there are none, or they are on two drives
+        root = os.path.commonpath(folders)
+    return [clip_middle(path and os.path.relpath(path, root)) for path in every]
 
 
 def per_class(confusion: Tensor) -> Tensor:
@@ -308,3 +330,36 @@ def say_weak(folder: Path, results: Mapping[str, float]) -> None:
             distributed.print0(
                 f"no better than a guess: always answering {usual} has {name} {guess:.4f}"
             )
+
+
+def per_class_lines(
+    confusion: Tensor, classes: Sequence[str], images: int | None
+) -> list[str]:
+    """Return the numbers of `per_class` as lines to print, and their means.
+
+    images: how many were evaluated. Of many classes they are those with the lowest F1.
+    """
+    table = per_class(confusion)
+    means = table.nanmean(0)
+    means[-1] = table[:, -1].sum()
+    # of several labels per image there is no matrix of two sides
+    is_of_images = confusion.ndim == 3 or images is None or means[-1] <= images
+    unit = "images" if is_of_images else "pixels"
+    shown = MEASURES[:3] if is_of_images else MEASURES
+    numbers = list(range(len(classes)))
+    if len(classes) > MOST_LINES:
+        # NaN, which sorts after all numbers, is of classes that are nowhere
+        numbers = table[:, 2].argsort(stable=True)[:FEW_LINES].tolist()
+    names = [*(classes[number] for number in numbers), "mean, sum"]
+    cells = []
+    for name, row in zip(names, [*table[numbers], means], strict=True):
+        *shares, support = row.tolist()
+        digits = [as_digits(share) for share in shares[: len(shown)]]
+        cells.append([clip(name), f"{support:,.0f}", *digits])
+    lines = table_lines(["class", unit, *shown], cells)
+    if len(numbers) < len(classes):
+        lines.append(
+            f"these are the {len(numbers)} of {len(classes)} classes with the lowest f1; "
+            "per_class.csv has all"
+        )
+    return lines

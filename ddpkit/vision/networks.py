@@ -54,26 +54,36 @@ def adapt_input(model: nn.Module, size: int, channels: int = 3, step: int = 0) -
 
 
 def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
-    """Freeze the weights of `model` that no output depends on in training.
-
-    The network, such as BatchNorm's statistics, and the random numbers to come remain as they are.
-    """
-    size = 5 * step
+    """Freeze the weights of `model` that no output depends on, in evaluation or in training."""
     remedy = f"validation pads images to multiples of {step}: choose another network"
-    try_forward(model, size, channels, remedy)
-    try:
-        twin = copy.deepcopy(model).train()
-        with torch.random.fork_rng(devices=[]):  # networks are built on the CPU
-            images = torch.rand(2, channels, size, size)  # BatchNorm needs two
-            outputs = twin(images.to(next(twin.parameters()).device))
-        names = without_gradient(twin, outputs)
-    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
-        return  # such as one that takes targets
+    size = 5 * step
+    names = without_gradient(model, try_forward(model, size, channels, remedy))
+    if names:
+        # An auxiliary head, for instance, has an output in training alone.
+        names = without_gradient_in_training(model, size, channels, names)
     for name in names:
         model.get_parameter(name).requires_grad_(False)
     if names and distributed.is_joined():  # predict.py has no use for it
         line = f"{len(names)} weights are frozen, for no output depends on them"
         distributed.print0(f"{line}: {shorten(names)}")
+
+
+def without_gradient_in_training(
+    model: nn.Module, size: int, channels: int, otherwise: list[str]
+) -> list[str]:
+    """Return the weights that no output depends on in training; `otherwise` if it cannot be tried.
+
+    The network, such as BatchNorm's statistics, and the random numbers to come remain as they are.
+    """
+    try:
+        twin = copy.deepcopy(model).train()
+        with torch.random.fork_rng(devices=[]):  # networks are built on the CPU
+            images = torch.rand(2, channels, size, size)  # BatchNorm needs two
+            outputs = twin(images.to(next(twin.parameters()).device))
+        return without_gradient(twin, outputs)
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
+        # such as one that takes targets
+        return otherwise
 
 
 def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:

@@ -81,17 +81,23 @@ def match_names(image_of: Names, mask_of: Names) -> tuple[dict[str, str], Rule]:
     for rule in suggest_rules(image_of, mask_of):
         paired = rule.pair(image_of, mask_of)
         if len(paired) == len(image_of) == len(mask_of):
-            for image, mask in [pair for each in others for pair in each.items()]:
-                if paired[image] != mask:
-                    raise UserError(
-                        f"{image_of[image]}: its mask may be {mask_of[mask]} or "
-                        f"{mask_of[paired[image]]}; give both the same name"
-                    )
+            for other in others:
+                refuse_doubt(paired, other, image_of, mask_of)
             others.append(paired)
         if len(paired) > len(pairs):
             best = rule
             pairs = paired
     return pairs, best
+
+
+def refuse_doubt(paired: Names, other: Names, image_of: Names, mask_of: Names) -> None:
+    """Raise a UserError if an image has one mask in `paired`, and another one in `other`."""
+    for image, mask in other.items():
+        if paired[image] != mask:
+            raise UserError(
+                f"{image_of[image]}: its mask may be {mask_of[mask]} or "
+                f"{mask_of[paired[image]]}; give both the same name"
+            )
 
 
 def suggest_rules(images: Names, masks: Names) -> Iterator[Rule]:

@@ -17,6 +17,7 @@ from ddpkit.ranks import distributed
 from ddpkit.vision.rows import (
     OF_TUNING,
     Row,
+    best_row,
     clip,
     is_of_class,
     number_in,
@@ -28,15 +29,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DrawExample = Callable[["Axes", Tensor, Tensor, Tensor, Sequence[str]], None]
-# what is drawn on axes, lines above it, and the numbers in its masks
-Cell = tuple[Sequence[object], Sequence[str], Iterable[int]]
+# image uint8 (C, H, W), target, logits, lines above it
+Example = tuple[Tensor, Tensor, Tensor, Sequence[str]]
 
 WIDTH = 16  # inches of a grid of images
 TITLE = 0.15  # of a line above an image
 LARGEST = 640  # pixels; of larger masks each second, third ... is drawn
 DPI = 150
 TINT = 0.4  # the share of a class's colour
-MOST_NAMES = 50  # classes of a confusion matrix with names beside it and numbers in it
+# classes of a confusion matrix with numbers in it, and with names beside it
+MOST_NUMBERS = 30
+MOST_NAMES = 120
 WRONG = np.array([213, 94, 0], np.uint8)  # on a pale image
 
 # For people with any kind of colour blindness, too (Machado et al. 2009, at severity
@@ -144,84 +147,100 @@ def drawing(path: Path) -> "Iterator[Figure]":
         )
 
 
-def draw_curves(path: Path, rows: Sequence[Row], classes: Sequence[str]) -> None:
-    """Draw the losses, and the other metrics, over the epochs; those of single classes are not."""
+def draw_curves(
+    path: Path,
+    rows: Sequence[Row],
+    classes: Sequence[str],
+    best: str = "",
+    direction: str = "",
+) -> None:
+    """Draw the losses, and the other metrics, over the epochs; those of single classes are not.
+
+    best, direction: the metric by which best.pt is chosen, and max or min: that epoch is marked.
+    """
+    shown = [
+        name
+        for name in only_numbers(rows[-1])
+        if name == best or not (name in OF_TUNING or is_of_class(name, classes))
+    ]
+    losses = [name for name in shown if name.endswith("loss")]
+    others = [name for name in shown if name not in losses]
     epochs = [number_in(row, "epoch") for row in rows]
+    marked = best_row(rows, best, direction)
     with drawing(path) as figure:
         figure.set_size_inches(10, 4)
         left, right = figure.subplots(1, 2)
-        left.set_ylabel("loss")
-        right.set_ylabel("metric")
-        for name in only_numbers(rows[-1]):
-            if name in OF_TUNING or is_of_class(name, classes):
-                continue
-            axes = left if name.endswith("loss") else right
-            # NaN, of a row without the value, is not drawn
-            values = [number_in(row, name) for row in rows]
-            label = f" {clip(name)} {values[-1]:.4g}"
-            axes.plot(epochs, values, ".-", label=label)
-            axes.legend(fontsize=8)
-        for axes in left, right:
-            axes.set(xlabel="epoch", xlim=(0.5, epochs[-1] + 0.5))
+        for axes, kind, names in (left, "loss", losses), (right, "metric", others):
+            for name in names:
+                # NaN, of a row without the value, is not drawn
+                values = [number_in(row, name) for row in rows]
+                label = f" {clip(name)} {values[-1]:.4g}"
+                axes.plot(epochs, values, ".-", label=label)
+            if marked:
+                at = number_in(marked, "epoch")
+                label = f" best {number_in(marked, best):.4g}, epoch {at:g}"
+                axes.axvline(at, color="black", linestyle=":", label=label)
+            if names:
+                axes.legend(fontsize=8)
+            axes.set(xlabel="epoch", ylabel=kind, xlim=(0.5, epochs[-1] + 0.5))
             axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
             axes.grid(alpha=0.3)
 
 
 def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
     """Draw the confusion matrix, int64 (classes, classes), in % of each row, of one true class."""
-    counts = confusion.cpu().double()
-    percent = (100 * counts / counts.sum(1, keepdim=True).clamp(min=1)).numpy()
+    counts = confusion.cpu().double().numpy()
     count = len(classes)
+    sums = counts.sum(1)
+    percent = 100 * counts / np.maximum(sums, 1)[:, None]
     side = min(4 + 0.24 * count, 15)  # inches
     size = min(10, max(5, 18 * side / count))  # points: 100.0 fits into a cell
-    names = [clip(name) for name in classes]
     with drawing(path) as figure:
         figure.set_size_inches(side, side)
         axes = figure.subplots()
         # the root makes a few percent visible
         axes.imshow(np.sqrt(percent), vmin=0, vmax=10, cmap="Blues")
-        axes.set(xlabel="prediction", ylabel="truth; % of each row")
-        if count > MOST_NAMES:
-            return
-        axes.set_xticks(range(count), names, rotation=90, fontsize=size)
-        axes.set_yticks(range(count), names, fontsize=size)
+        axes.set(xlabel="prediction", ylabel="truth (number); % of each row")
+        if count <= MOST_NAMES:
+            names = [clip(name) for name in classes]
+            axes.set_xticks(range(count), names, rotation=90, fontsize=size)
+            names = [f"{each} ({n:,.0f})" for each, n in zip(names, sums, strict=True)]
+            axes.set_yticks(range(count), names, fontsize=size)
         for row, column in np.argwhere(percent > 0):
             value = percent[row, column]
-            axes.text(
-                column,
-                row,
-                f"{value:.1f}",
-                color="white" if value > 30 else "black",
-                fontsize=size,
-                ha="center",
-                va="center",
-            )
+            if count <= MOST_NUMBERS:
+                axes.text(
+                    column,
+                    row,
+                    f"{value:.1f}",
+                    color="white" if value > 30 else "black",
+                    fontsize=size,
+                    ha="center",
+                    va="center",
+                )
 
 
-def draw_grid(
-    path: Path,
-    cells: Iterable[Cell],
-    draw: Callable[..., None],
-    classes: Sequence[str],
-) -> int:
-    """Draw `cells` in a grid of about 3 : 2, by `draw`; below it the legend. Return how many."""
+def draw_images(
+    path: Path, examples: Iterable[Example], draw: DrawExample, classes: Sequence[str]
+) -> None:
+    """Draw `examples` in a grid of about 3 : 2, each as `draw` draws it; below it the legend."""
     present: set[int] = set()
     with drawing(path) as figure:
-        for i, (shown, above, numbers) in enumerate(cells):
-            present.update(numbers)
+        for i, (image, target, logits, above) in enumerate(examples):
+            if target.ndim == 2 and not target.is_floating_point():  # a mask
+                present.update(np.unique(target.numpy()))
+                present.update(np.unique(logits.argmax(0).numpy()))
             axes = figure.add_subplot(label=str(i))
             axes.axis("off")
-            draw(axes, *shown)
-            lines = [*above, *axes.get_title().split("\n")]
-            axes.set_title("\n".join(clip(line, 48) for line in lines), fontsize=9)
-        every = figure.axes
-        if every:
-            lay_out(figure)
-            # axes that are off do not show theirs
-            figure.suptitle(every[0].get_xlabel(), fontsize=10)
+            draw(axes, image, target, logits, classes)
+            lines = list(above) + axes.get_title().split("\n")
+            axes.title.set_text("\n".join(clip(line, 48) for line in lines))
+        lay_out(figure)
+        heading = figure.axes[0].get_xlabel()  # axes that are off do not show theirs
+        if heading:
+            figure.suptitle(heading, fontsize=10)
         if present:
             draw_legend(figure, classes, present)
-    return len(every)
 
 
 def lay_out(figure: "Figure") -> None:
@@ -240,19 +259,26 @@ def lay_out(figure: "Figure") -> None:
 
 
 def draw_legend(
-    figure: "Figure", classes: Sequence[str], present: Iterable[int]
+    figure: "Figure",
+    classes: Sequence[str],
+    present: set[int],
+    black: str = "",
 ) -> None:
-    """Draw the colours of the classes in `present`; numbers that are no class stand for void."""
+    """Draw the colours of the classes in `present`; numbers that are no class stand for void.
+
+    black: what is said of black ones, which are left out without it.
+    """
     from matplotlib.patches import Patch
 
     colors = colors_of(classes, 256) / 255
-    names = [*classes, "void"]
     entries = []
     for i in sorted({min(number, len(classes)) for number in present}):
-        # a leading underscore would leave an entry out
-        label = f" {clip(names[i])}"
+        name = clip(classes[i]) if i < len(classes) else "void"
         if not colors[i].any():
-            label += " (not tinted)"
+            if not black:
+                continue
+            name += f" ({black})"
+        label = f" {name}"  # a leading underscore would leave an entry out
         entries.append(Patch(facecolor=colors[i], edgecolor="black", label=label))
     figure.legend(
         handles=entries, loc="outside lower center", ncols=8, fontsize=9, frameon=False

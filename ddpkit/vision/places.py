@@ -166,7 +166,7 @@ def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
     if folder and masks and folder != masks.parent and any_image(folder):
         return Place(folder, masks)
     alone = folder or images
-    if alone and any(is_image(name) and is_beside(name) for name in os.listdir(alone)):
+    if alone and any(is_beside(name) for name in images_in(alone)):
         return Place(alone, alone)
     if folder:
         refuse_unknown(root, folder, has_masks=True)
@@ -182,10 +182,8 @@ def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
 def find_classes_of(root: Path, roles: Roles, part: str) -> Place | None:
     """Return where the class folders of a part are, or of none, if they are there."""
     folder = choose_folder(root, roles, part) if part else root
-    if folder:
-        inner = {role_of(each.name) for each in inner_folders(folder)}
-        if inner >= {Role("", "images"), Role("", "masks")}:  # of segmentation
-            refuse_unknown(root, folder, has_masks=False)
+    if folder and has_kinds(folder):
+        refuse_unknown(root, folder, has_masks=False)
     if part:
         return Place(folder) if folder else None
     names = [each.name for each in inner_folders(root)]
@@ -202,6 +200,12 @@ def find_classes_of(root: Path, roles: Roles, part: str) -> Place | None:
     return Place(root, is_flat=True)
 
 
+def has_kinds(folder: Path) -> bool:
+    """Return whether there are folders of images and of masks, whichever is meant."""
+    roles = {role_of(each.name) for each in inner_folders(folder)}
+    return roles >= {Role("", "images"), Role("", "masks")}
+
+
 def inner_folders(folder: Path) -> list[Path]:
     """Return the folders in `folder` that are not hidden, sorted."""
     if not folder.exists():
@@ -213,6 +217,12 @@ def inner_folders(folder: Path) -> list[Path]:
         )
     inner = sorted(each for each in folder.iterdir() if each.is_dir())
     return [each for each in inner if not each.name.startswith(".")]
+
+
+def images_in(folder: Path) -> list[str]:
+    """Return the names of the image files in `folder` itself, sorted."""
+    names = sorted(os.listdir(folder))
+    return [name for name in names if is_image(name)]
 
 
 def any_image(folder: Path) -> bool:
@@ -233,6 +243,13 @@ def is_beside(name: str) -> bool:
 def refuse_unknown(root: Path, folder: Path, has_masks: bool) -> NoReturn:
     """Raise a UserError that says what `folder`, in `root`, has, and what is expected."""
     inner = [each.name for each in inner_folders(folder)]
+    if not has_masks and not inner and images_in(folder):
+        parent = folder.parent
+        beside = {each.parent for each in parent.glob("*/*") if is_image(each.name)}
+        if len(beside) > 1:
+            raise UserError(
+                f"{folder} holds images but no class folders: did you mean --data {parent}?"
+            )
     there = inner + sorted({*os.listdir(folder)} - {*inner})
     raise UserError(
         f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}; {TASKS[has_masks]} "

@@ -1,9 +1,10 @@
 """The images of predict.py, and what it writes of them."""
 
 import contextlib
+import functools
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ from ddpkit.vision.pictures import draw_legend, drawing, overlay, paint
 
 ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 Read = Callable[[LazyImage], Tensor]
+# Flags that one kind of project has
+OF_TASKS = {
+    "classification": "--crop-pct --crop-scale --drop-path --grad-checkpointing",
+    "segmentation": "--cutmix --encoder --loss --tile",
+}
 
 
 def open_model(
@@ -50,22 +56,35 @@ def open_model(
         args = parse_args([], state["args"])
     except UserError as error:
         raise UserError(f"{path}: {error.line}") from None
+    tasks = task_of(state["args"]), task_of(vars(args).keys() - state["args"].keys())
+    if all(tasks):
+        raise UserError(
+            f"{path} is of a {tasks[0]} project, and this is one for {tasks[1]}"
+        )
     format = Format(**state["format"])
     try:
         with networks.offline():  # a stranger's checkpoint may name any network
             model = build_model(args, state["classes"], state["channels"])
-    # of the libraries, which know no such network, or of model.py
-    except (LookupError, OSError, ValueError) as error:
+    except FileNotFoundError as error:  # of the hub's library, or of model.py
         reason = reason_of(error, 120)
         raise UserError(
-            f"{path}: its network cannot be built ({reason}): is it of the other task? What is on "
-            "the hub, download first, if you trust it"
+            f"{path}: its network cannot be built ({reason}); what is on the hub, download first, "
+            "if you trust it"
         ) from None
     checkpoint.load_weights(model, state)
     model = uncompiled(model)  # a compiled one would compile for each size
     model = model.eval().to(device)
     model = model.to(memory_format=devices.memory_layout(device))
     return model, Classes(state["classes"], state.get("colors")), args, format
+
+
+def task_of(flags: Collection[str]) -> str:
+    """Return the task all of whose own flags are among `flags`, by their names, or nothing."""
+    for task, names in OF_TASKS.items():
+        own = [name.removeprefix("--").replace("-", "_") for name in names.split()]
+        if all(name in flags for name in own):
+            return task
+    return ""
 
 
 class Predictor:
@@ -189,24 +208,31 @@ class Predictor:
         at the right and below. Raises a UserError if two images have the same name.
         """
         # first of all, so that two of one name are refused before the work begins
-        named = folders.index_by_name(self.files)
-        name_of = {path: name for name, path in named.items()}
-        # these tell that this folder is no input, also if the rest is not written
-        for kind in ("masks", "overlays"):
-            (output / kind).mkdir(parents=True, exist_ok=True)
-        with drawing(output / "legend.png") as figure:
-            draw_legend(figure, self.classes, range(256))
+        name_of = {
+            path: name for name, path in folders.index_by_name(self.files).items()
+        }
+
+        def save_image(kind: str, path: str, drawn: Image.Image) -> None:
+            file = output / kind / f"{name_of[path]}.png"
+            with files.writing(file, parents=True) as tmp_path:
+                drawn.save(tmp_path, format="png")
+
+        @functools.cache
+        def mark() -> None:
+            """Make what tells that this folder is no input, also if the rest is not written."""
+            for kind in ("masks", "overlays"):
+                (output / kind).mkdir(parents=True, exist_ok=True)
+            with drawing(output / "legend.png") as figure:
+                draw_legend(figure, self.classes, set(range(256)), "not tinted")
 
         def write_mask(path: str, image: Tensor, mask: Tensor) -> None:
+            mark()
             pixels = visible(image).permute(1, 2, 0).numpy()
             height, width = pixels.shape[:2]
             numbers = mask[:height, :width].numpy()  # without what was padded
-            tinted = Image.fromarray(overlay(pixels, numbers, self.classes))
-            painted = paint(numbers, self.classes)
-            for kind, drawn in ("masks", painted), ("overlays", tinted):
-                file = output / kind / f"{name_of[path]}.png"
-                with files.writing(file, parents=True) as tmp_path:
-                    drawn.save(tmp_path, format="png")
+            tinted = overlay(pixels, numbers, self.classes)
+            save_image("masks", path, paint(numbers, self.classes))
+            save_image("overlays", path, Image.fromarray(tinted))
 
         yield write_mask
         self.finish(f"{output / 'masks'}, {output / 'overlays'}")
@@ -214,6 +240,8 @@ class Predictor:
     def finish(self, where: object) -> None:
         """Print the number of images; list the unreadable ones and exit with status 1 if any."""
         count = len(self.files) - len(self.broken)
+        if count == 0:
+            where = "no file written"
         distributed.print0(f"{count} of {len(self.files)} images predicted: {where}")
         for line in self.broken:
             print_error(line)
@@ -238,3 +266,10 @@ class Tolerant(Dataset):
             return path, self.read(open_image(path, self.format))
         except UserError as error:
             return path, str(error)
+        except (AttributeError, KeyError, TypeError) as error:
+            # such as one that flips image and mask together
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"val_transform of dataset.py does not take an image alone ({reason}): "
+                "predict.py gives it that"
+            ) from error

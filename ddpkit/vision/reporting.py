@@ -32,16 +32,19 @@ from ddpkit.run.loop import Run
 from ddpkit.vision import images, pictures
 from ddpkit.vision.beside import Beside
 from ddpkit.vision.mistakes import (
+    MEASURES,
     Mistakes,
     Predict,
     Worsts,
+    per_class_lines,
     say_weak,
 )
 from ddpkit.vision.pictures import DrawExample
 from ddpkit.vision.rows import (
+    EpochLines,
     Row,
     as_digits,
-    epoch_line,
+    is_of_class,
     only_numbers,
     recorded_rows,
     what_next,
@@ -52,7 +55,6 @@ Log = Callable[[dict[str, float]], object]  # takes a row of numbers
 # takes the id of the run to continue, or None; returns its id, and what takes the rows
 Start = Callable[[str | None], tuple[str, Log]]
 MOST_LEFT_OUT = 0.1  # of the images, in an epoch; more has a remedy
-MOST_LINES = 51  # of a table that is printed
 FEW_STEPS = 10  # in an epoch
 USUAL_STEPS = 1000  # at least, of a training
 
@@ -107,6 +109,7 @@ class Reporter:
         if distributed.any_debugged():
             tqdm.monitor_interval = 0  # its thread would be one more row in each rank
         self.bar: tqdm | None = None  # which starts a thread
+        self.lines = EpochLines(epochs, classes)
         self.began = time.monotonic()
         self.waited = 0.0
         self.images = 0  # in this epoch, of all ranks
@@ -202,14 +205,17 @@ class Reporter:
         distributed.print0(
             f"{source.total} training + {val}{source.steps} steps per epoch"
         )
-        skipped = left_out(source)
+        skipped = left_out(source, run.batch_size)
         if skipped:
             distributed.print0(skipped)
         total = self.epochs * source.steps
         if source.steps < FEW_STEPS and total < USUAL_STEPS:
+            smaller = max(run.batch_size // 4, 1)
+            most = USUAL_STEPS * smaller // (source.steps * run.batch_size) + 1
+            epochs = max(most, self.epochs)
             distributed.print0(
                 f"only {total} optimizer steps in all; {USUAL_STEPS:,} or more are usual: try "
-                f"--batch-size {run.batch_size // 4 or 1} and more --epochs"
+                f"--batch-size {smaller} --epochs {epochs}"
             )
         amp = f" | amp {run.flags['amp']}" if "amp" in run.flags else ""
         jpeg = images.decoder()
@@ -247,7 +253,7 @@ class Reporter:
         self.network = line
 
     def note_facts(self, **more: object) -> None:
-        """Add something to args.json, such as flags=vars(args), also for a tracker."""
+        """Add something to args.json, such as flags=vars(args), for `compare` and a tracker."""
         facts = self.facts | more
         if self.active and facts != self.facts:
             self.facts = facts
@@ -277,8 +283,8 @@ class Reporter:
             desc=f"epoch {epoch + 1}/{self.epochs}",
             unit="img",
             leave=False,
-            # None: where there is no terminal, so that logs stay readable
-            disable=None if self.active and sys.stderr else True,
+            # so that logs stay readable
+            disable=not (self.active and _is_on_terminal()),
         )
         self.steps.begin_epoch(bar)
         self.waited = 0.0
@@ -354,8 +360,9 @@ class Reporter:
         row = self.rows[-1]
         seconds = time.monotonic() - self.began
         left = tqdm.format_interval((self.epochs - self.epoch) * seconds)
-        line = f"{epoch_line(row, self.epochs, self.classes)}  left {left}"
-        distributed.print0(f"{line}  best" if is_best else line)
+        best, _ = self.facts.get("best", ("", ""))
+        for line in self.lines.of_row(row, left, best, is_best):
+            distributed.print0(line)
         numbers = only_numbers(row)
         wait = numbers.get("data_wait", 0)
         seconds = numbers.get("train_seconds", 0)
@@ -370,7 +377,8 @@ class Reporter:
     def record(self, new: Sequence[Row]) -> None:
         """Draw curves.png, then write metrics.csv; TensorBoard and a tracker get the `new` rows."""
         path = self.folder / "curves.png"
-        shown = path, self.rows, self.classes
+        best = self.facts.get("best", ())
+        shown = path, self.rows, self.classes, *best
         self.beside(f"{path} is not drawn", pictures.draw_curves, *shown)
         self.beside(f"{self.folder}/metrics.csv is not written", self.write_rows)
         is_new = not any((self.folder / EPOCHS).glob(EVENTS))
@@ -475,12 +483,9 @@ class Reporter:
                 for name, value in results.items()
             }
             return distributed.print0(json.dumps(finite))
-        table = folder / "per_class.csv"
-        if table.exists():
-            for line in files.read_text(table).splitlines()[:MOST_LINES]:
-                distributed.print0(line)
-        for name, value in results.items():
-            distributed.print0(f"{name}  {as_digits(value)}")
+        count = samples.size(samples.dataset_of(loader))
+        for line in evaluation_lines(results, confusion, self.classes, count):
+            distributed.print0(line)
         self.beside("classes are not looked at", say_weak, folder, results)
 
     def print_results(self, name: str, best: float, epoch: int, example: str) -> None:
@@ -502,20 +507,32 @@ class Reporter:
         self.beside("classes are not looked at", say_weak, self.folder, {name: best})
         script = process.project() / "predict.py"
         if script.is_file():
-            paths = [os.path.relpath(script), os.path.relpath(example)]
+            paths = [nearest(script), nearest(example)]
             command = shlex.join(["python", *paths, "--checkpoint", checkpoint])
             distributed.print0(f"next: {command}")
 
 
-def left_out(source: TrainSampler | OtherSource) -> str:
+def nearest(path: Path | str) -> str:
+    """Return the path as it is written from here, unless that has to go up."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith(os.pardir) else relative
+
+
+def left_out(source: TrainSampler | OtherSource, batch_size: int) -> str:
     """Return why an epoch has fewer images than there are, for the start line, if it has."""
     count = source.total % source.global_batch
     # by weights some images are drawn again, and others are not
     if not count or getattr(source, "cumulated", None) is not None:
         return ""
     line = f"drop_last: {count} images skipped per epoch (different ones each time)"
-    if count > MOST_LEFT_OUT * source.total:
-        line += "; a smaller --batch-size may skip fewer"
+    size = batch_size
+    while count > MOST_LEFT_OUT * source.total:
+        size //= 2
+        if not size:
+            return line
+        count = source.total % (source.global_batch // batch_size * size)
+    if size < batch_size:
+        line += f"; try --batch-size {size}"
     return line
 
 
@@ -555,3 +572,34 @@ def start_by_name(
         run.log(row, step=int(row["epoch"]))
 
     return run.id if tracker == "wandb" else run.name, log_row
+
+
+def _is_on_terminal() -> bool:
+    with contextlib.suppress(Exception):  # of a stream that is closed
+        return sys.stderr.isatty()
+    return False
+
+
+def evaluation_lines(
+    results: Mapping[str, float],
+    confusion: Tensor | None,
+    classes: Sequence[str],
+    count: int | None,
+) -> list[str]:
+    """Return a table of the classes, and below it the results that are not in it.
+
+    count: of the images that were evaluated, if that is known.
+    """
+    lines = []
+    if confusion is not None:
+        lines = per_class_lines(confusion, classes, count)
+        others = {
+            name: value
+            for name, value in results.items()
+            if not (name.startswith(MEASURES) and is_of_class(name, classes))
+        }
+        results = others or results
+    width = max(map(len, results))
+    for name, value in results.items():
+        lines.append(f"{name:{width}}  {as_digits(value)}")
+    return lines

@@ -21,7 +21,7 @@ OF_TUNING = {
     "data_wait",
     "peak_memory",
 }
-MOST_NAMED = 8  # numbers in a line
+WIDTH = 100  # letters of a line
 FEW = 5  # epochs, which suggest nothing yet
 LONGEST = 24  # of a column's name
 GAP = "  "
@@ -111,6 +111,14 @@ def clip(text: str, letters: int = LONGEST) -> str:
     return text
 
 
+def clip_middle(path: str, letters: int = 40) -> str:
+    """Return a path without its middle, if it is long: the end is the name of the file."""
+    if len(path) > letters:
+        first = path[: letters // 3]
+        path = f"{first}\N{HORIZONTAL ELLIPSIS}{path[len(first) + 1 - letters :]}"
+    return clip(path, letters)
+
+
 def is_of_class(name: str, classes: Collection[str]) -> bool:
     """Return whether a column, such as iou_crack, is that of a single class."""
     if name in ("train_loss", "val_loss"):  # also if a class is called loss
@@ -118,10 +126,64 @@ def is_of_class(name: str, classes: Collection[str]) -> bool:
     return name.endswith(tuple(f"_{each}" for each in classes))
 
 
-def epoch_line(row: Row, epochs: int, classes: Collection[str]) -> str:
-    """Return an epoch's numbers as a line: those of single classes if they are few."""
-    names = [name for name in only_numbers(row) if name not in OF_TUNING]
-    if len(names) > MOST_NAMED:
-        names = [name for name in names if not is_of_class(name, classes)]
-    words = [f"{clip(name)} {as_digits(only_numbers(row)[name])}" for name in names]
-    return GAP.join([f"epoch {row['epoch']}/{epochs}", *words])
+def table_lines(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: names to the left, numbers, all but the first, to the right."""
+    table = [columns, *cells]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        words = list(map(str.rjust, row, widths))
+        words[0] = row[0].ljust(widths[0])
+        lines.append(GAP.join(words).rstrip())
+    return lines
+
+
+class EpochLines:
+    """The lines of the epochs, in columns below a header, at most WIDTH letters wide.
+
+    epochs: how many there will be. classes: their columns are shown if all of them fit.
+    """
+
+    def __init__(self, epochs: int, classes: Collection[str]) -> None:
+        self.epochs = epochs
+        self.classes = classes
+        self.header = ""
+
+    def of_row(
+        self, row: Row, left: str, best: str = "", is_best: bool = False
+    ) -> list[str]:
+        """Return the line of a row, below the header if that is the first, or another one.
+
+        left: the time. best: the column by which best.pt is chosen.
+        """
+        numbers = only_numbers(row)
+        width = len(f"epoch {self.epochs}/{self.epochs}")
+        names = self.fitting(numbers, best, width)
+        titles = [clip(name).rjust(8) for name in [*names, "left"]]
+        cells = [as_digits(numbers[name]) for name in names]
+        header, line = table_lines(
+            [" " * width, *titles],
+            [[f"epoch {row['epoch']}/{self.epochs}", *cells, left]],
+        )
+        if is_best:
+            line += f"{GAP}best"
+        lines = [line] if header == self.header else [header, line]
+        self.header = header
+        return lines
+
+    def fitting(self, names: Collection[str], best: str, width: int) -> list[str]:
+        """Return the columns that fit: losses, `best`, others, and at last those of classes."""
+        shown = [name for name in names if name not in OF_TUNING]
+        of_class = [
+            name for name in shown if name != best and is_of_class(name, self.classes)
+        ]
+        others = [name for name in shown if name not in of_class]
+        others.sort(key=lambda name: (not name.endswith("loss"), name != best))
+        room = WIDTH - width - len("  00:00:00  best")
+        fitting: list[str] = []
+        for group in [*([name] for name in others), of_class]:
+            needed = sum(len(GAP) + max(8, len(clip(name))) for name in group)
+            if needed <= room:
+                fitting += group
+                room -= needed
+        return fitting

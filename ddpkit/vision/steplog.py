@@ -6,9 +6,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ from ddpkit import files
 from ddpkit.ranks import devices, distributed
 from ddpkit.run.file_names import EVENTS, STEPS
 from ddpkit.vision.beside import Beside
+
+CLOSING_SECONDS = 2
 
 
 class Board:
@@ -63,6 +64,17 @@ class Board:
         return SummaryWriter(str(self._folder), purge_step=first)
 
 
+class Entry(NamedTuple):
+    """The numbers of a step, some of which may still be on their way from the device."""
+
+    step: int
+    at: str
+    lr: float
+    img_per_s: float
+    values: Tensor
+    event: torch.Event | None  # after which `values` are there; None: they are
+
+
 class StepLog:
     """Logs every so many optimizer steps, on rank 0, and never waits for the device in a step.
 
@@ -94,9 +106,7 @@ class StepLog:
         self.every = every
         self.active = active and distributed.is_rank_zero()
         self.process = os.getpid()
-        # of numbers on their way from the device: after which event they are there, None if they
-        # are, and what writes them
-        self.pending: list[tuple[torch.Event | None, Callable[[], None]]] = []
+        self.pending: list[Entry] = []
         # run.writer.add_scalar("mine", value, run.step + 1), on all ranks
         self.writer = Board(folder / STEPS, first_step, self.active)
         self.bar: tqdm | None = None
@@ -145,23 +155,7 @@ class StepLog:
         if self.device.type != "cpu":
             event = torch.get_device_module(self.device).Event()
             event.record()
-
-        def write_entry() -> None:
-            mean, *norm = values.tolist()
-            numbers = {"loss": mean, "lr": lr, "img_per_s": img_per_s}
-            shown = {"loss": f"{mean:.4g}", "lr": f"{lr:.3g}"}
-            if norm:
-                numbers["grad_norm"] = norm[0]
-                shown["grad"] = f"{norm[0]:.3g}"
-            if self.bar is not None:  # which shows the speed itself
-                self.bar.set_postfix(shown)
-            else:
-                words = "  ".join(f"{name} {value}" for name, value in shown.items())
-                distributed.print0(f"{at}  {words}  {img_per_s:.0f} img/s")
-            for name, value in numbers.items():
-                self.writer.add_scalar(name, value, step)
-
-        self.pending.append((event, write_entry))
+        self.pending.append(Entry(step, at, lr, img_per_s, values, event))
         self.writer.get_logdir()  # opening it takes seconds, which are not the next entry's
         self._write_arrived()
         self.images = 0
@@ -169,28 +163,44 @@ class StepLog:
 
     def flush(self) -> None:
         """Write what is pending, and have the disk get it; waits for the device."""
-        for event, _ in self.pending:
-            if event:
-                event.synchronize()
+        for entry in self.pending:
+            if entry.event:
+                entry.event.synchronize()
         self._write_arrived()
         self.writer.flush()
 
     def close(self) -> None:
-        """Write what has arrived, and close the file.
+        """Write what arrives within CLOSING_SECONDS, and close the file.
 
-        It does not wait: after an error the device may never come so far.
+        It does not wait for longer: after an error the device may never come so far.
         """
         if os.getpid() != self.process:
             return
+        until = time.monotonic() + CLOSING_SECONDS
         with contextlib.suppress(RuntimeError):  # of a device that failed
             self._write_arrived()
+            while self.pending and time.monotonic() < until:
+                time.sleep(0.01)
+                self._write_arrived()
         self.pending = []
         self.writer.close()
 
     def _write_arrived(self) -> None:
         while self.pending:
-            event, write_entry = self.pending[0]
-            if event and not event.query():
+            entry = self.pending[0]
+            if entry.event and not entry.event.query():
                 return
             del self.pending[0]
-            write_entry()
+            loss, *norm = entry.values.tolist()
+            scalars = {"loss": loss, "lr": entry.lr, "img_per_s": entry.img_per_s}
+            shown = {"loss": f"{loss:.4g}", "lr": f"{entry.lr:.3g}"}
+            if norm:
+                scalars["grad_norm"] = norm[0]
+                shown["grad"] = f"{norm[0]:.3g}"
+            if self.bar is not None:  # which shows the speed itself
+                self.bar.set_postfix(shown)
+            else:
+                words = "  ".join(f"{name} {value}" for name, value in shown.items())
+                distributed.print0(f"{entry.at}  {words}  {entry.img_per_s:.0f} img/s")
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, value, entry.step)

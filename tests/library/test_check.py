@@ -102,8 +102,9 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         ("error: train/b/clash.png: ", "train/a/2.png, with another label"),
         ("warning: train/a/twice.png: ", "train/a/3.png"),
     )
-    assert "train: 13 images; " in done.out
-    assert "test: 3 images; " in done.out
+    assert "train     13 images; " in done.out
+    assert "test      3 images; " in done.out
+    assert "share of the images, in train, val, test\n" in done.out
     assert done.out.splitlines()[-1] == "12 errors, 1 warnings"
 
 
@@ -125,6 +126,7 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
 
     pair("fine", (20, 30), RIGHT, (30, 20))
     pair("as stored", (20, 30), RIGHT, (20, 30))
+    pair("half turned", (20, 30), 3, (20, 30))
     pair("unknown", (20, 30), 1, (20, 30))
     painter.save("train/masks/unknown.png", np.full((20, 30), 9, np.uint8))
     pair("broken mask", (20, 30), 1, (20, 30))
@@ -153,6 +155,10 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
             "error: train/masks/two tones.png: ",
             "black and white means 0 and 1, but other numbers",
         ),
+        (
+            "warning: train/images/half turned.png: ",
+            "EXIF turns this image and 0 others",
+        ),
         ("error: test/masks/0.png: ", "value 8 in 600 pixels is no class; "),
         ("error: train/masks/unknown.png: ", "value 9 in 600 pixels is no class; "),
         ("error: train/masks/broken mask.png: ", "cannot be read"),
@@ -163,7 +169,7 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
         ("warning: train/images/twice.png: ", "train/images/1.png"),
         ("warning: train/images/two masks.png: ", "train/images/2.png"),
     )
-    assert done.out.splitlines()[-1] == "9 errors, 2 warnings"
+    assert done.out.splitlines()[-1] == "9 errors, 3 warnings"
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
@@ -264,7 +270,7 @@ def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) ->
     check(project, data, "--skip-broken").ok()
     assert find(data) == after
     project.train(data, tmp_path / "run", on=2).ok()
-    # rows are left out of a list that is there, which is kept
+    # rows are left out of a list that is there, with all its columns
     table = data / "train.csv"
     header, *rows = table.read_text().splitlines()
     noted = [f" {header} ,note", *(f"{row},x" for row in rows), "gone.png,a,b"]
@@ -273,9 +279,9 @@ def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) ->
     Path(first).write_bytes(b"text")
     done = check(project, data, "--skip-broken").ok()
     name = str(Path(first).relative_to(data))
-    kept = [line for line in rows if name not in line]
-    assert table.read_text().splitlines() == [header, *kept]
-    assert Path(f"{table}.old").read_text("utf-8-sig").splitlines() == noted
+    kept = [line for line in noted[:-1] if name not in line]
+    kept[0] = f"{header},note"  # without the blanks
+    assert table.read_text().splitlines() == kept
     assert "left out: " in done.out
     assert "gone.png does not exist" in done.out
     done = project.train(data, tmp_path / "run", "--epochs", 2, on=1).ok()
@@ -302,6 +308,10 @@ def test_what_no_list_can_say(tmp_path: Path) -> None:
     (tmp_path / "train/eel").mkdir()
     refused("first")
     (tmp_path / "train/eel").rmdir()
+    for other in "val.csv", "training.csv":
+        (tmp_path / other).touch()
+        refused(other, "rename")
+        (tmp_path / other).unlink()
     for other in "cat;dog", " cat":
         for part in "train", "val":
             (tmp_path / part / "cat").rename(tmp_path / part / other)
@@ -368,21 +378,23 @@ def test_a_whole_set(project: Project, data: Path) -> None:
     """No finding; counts as numpy has them."""
     done = check(project, data).ok()
     assert "0 errors, 0 warnings" in done.out
-    assert "train: 53 images; " in done.out
+    assert "train     53 images; " in done.out
     if project.task == "segmentation":
         files = (data / "train/masks").iterdir()
         masks = np.stack([np.asarray(Image.open(path)) for path in files])
         images = (masks == 1).any(axis=(1, 2)).sum()
         void = (masks == 255).any(axis=(1, 2)).sum()
-        assert f"crack: images in train {images}, val " in done.out
-        assert f"void: images in train {void}, val " in done.out
+        assert (
+            f"{'crack':10}  {images:9} {100 * (masks == 1).mean():8.3g} %" in done.out
+        )
+        assert f"{'void':10}  {void:9} {100 * (masks == 255).mean():8.3g} %" in done.out
     else:
         count = len(list((data / "train/dots").iterdir()))
-        assert f"dots: images in train {count}, val " in done.out
+        assert f"dots     {count:9} {100 * count / 53:8.3g} %" in done.out
 
 
 def test_parts_that_are_nearly_alike(tmp_path: Path) -> None:
-    """Saved anew, or at another size: a warning of the other part alone."""
+    """Saved anew, at another size, or numbered on: a warning each, of the other part alone."""
     paint = Painter(tmp_path)
     for name in "012345":
         for place in f"train/{'ab'[int(name) % 2]}/", f"val/{'ab'[int(name) % 2]}/1":
@@ -407,3 +419,8 @@ def test_parts_that_are_nearly_alike(tmp_path: Path) -> None:
     (line,) = warnings()
     assert line.startswith("2 of 9 images look nearly as training images do")
     assert f"val/a/anew.jpg like {tmp_path}/train/a/0.png" in line
+    for name in "train/b/p12_3", "val/b/p12_4", "val/b/p13_1":
+        paint.image(f"{name}.png")
+    line, names = sorted(warnings(), key=len, reverse=True)
+    assert names.startswith("1 of 11 images are numbered on as training images")
+    assert "p12_4.png" in names

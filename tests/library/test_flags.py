@@ -14,6 +14,7 @@ from ranks import on_ranks
 from ddpkit.ranks import cpus, process, protocol
 from ddpkit.run import flags, starting
 from ddpkit.run import settings as machine
+from ddpkit.vision import predicting
 
 
 @pytest.mark.parametrize(
@@ -133,33 +134,42 @@ def test_flags_that_do_not_exist(project):
 
 @both_tasks
 def test_a_checkpoint_of_the_other_task(project, trained, tmp_path):
-    """No library has a network of that name for this task."""
+    """Its flags tell; a flag of the other task in a project of one's own does not."""
     file = tmp_path / "other.pt"
 
     def check() -> None:
         import torch
 
-        from ddpkit.vision.predicting import open_model
+        from ddpkit.vision.predicting import OF_TASKS, open_model
         from flags import parse_args
         from model import build_model
 
-        state = torch.load(trained / "last.pt", weights_only=True)
-        is_other = project.task == "segmentation"
-        state["args"]["arch"] = "resnet18" if is_other else "unet"
-        torch.save(state, file)
-        with refusal("predicting.open_model", file, "is it of the other task?"):
+        def opened() -> None:
             open_model(file, build_model, parse_args, torch.device("cpu"))
+
+        (other,) = OF_TASKS.keys() - {project.task}
+        names = [name[2:].replace("-", "_") for name in OF_TASKS[other].split()]
+        state = torch.load(trained / "last.pt", weights_only=True)
+        added = dict.fromkeys(names[1:])  # flags of one's own, later given up
+        torch.save({**state, "args": state["args"] | added}, file)
+        opened()
+        state["args"] = dict.fromkeys(names)
+        torch.save(state, file)
+        with refusal("predicting.open_model", file, f"of a {other} project"):
+            opened()
 
     project.here(check).ok()
 
 
 def test_flags_of_the_tasks():
-    """Synonyms are for what there is."""
+    """Those that one task alone has are known as such, and synonyms are for what there is."""
     own = {}
     for task in TASKS:
         text = (ROOT / TEMPLATE_FOLDER / "tasks" / task / "flags.py").read_text()
         own[task] = set(re.findall(r'add_argument\("(--[a-z-]+)"', text))
     one, two = own.values()
+    found = {task: set(names.split()) for task, names in predicting.OF_TASKS.items()}
+    assert found == dict(zip(TASKS, (one - two, two - one), strict=True))
     others = {word for text in flags.ELSEWHERE.values() for word in text.split()}
     named = {here for here in flags.ELSEWHERE if here.startswith("--")}
     assert named <= one | two

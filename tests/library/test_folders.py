@@ -206,8 +206,12 @@ def test_what_disks_and_runs_add(
             shutil.copy(image, parent / name / "examples.png")
             (parent / "predictions/legend.png").touch()
     for parent in data / "train", inside:
-        for name in "runs/first", "old":
-            (parent / name / "args.json").touch()
+        (parent / "runs/first/.lock").touch()
+        for name in "args.json", "metrics.csv":
+            (parent / "old" / name).touch()
+    for name in ".lock", "epochs/events", "eval/worst.png":  # --output-dir DIR/train
+        (data / "train" / name).parent.mkdir(exist_ok=True)
+        (data / "train" / name).touch()
     assert find(kind, data) == before
     lines = [line for line in said if line.startswith("skipped")]
     shown = [name for name in SYSTEMS if not name.startswith(".")]
@@ -355,7 +359,7 @@ def test_names_that_are_not_paired(tmp_path: Path) -> None:
     for path in list(place.masks.iterdir()):
         (place.images / path.name).touch()
         path.with_name(f"{path.stem}_a.png").touch()
-    with refusal("pairing.match_names", "0_a.png", "0_a_a.png"):
+    with refusal("pairing.refuse_doubt", "0_a.png", "0_a_a.png"):
         folders.match_pairs(place)
     for number, masks in enumerate(["{}0.png", "{}_1.png", "{}0_mask.png"]):
         place = touch_pairs(tmp_path / str(number), "{}.jpg", masks, range(1, 10))
@@ -441,7 +445,7 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     listed = next((data / "train").glob("*/*"))
     with refusal("places.inner_folders", listed, "a file"):
         find("labels", listed)
-    with refusal("places.refuse_unknown", "unknown layout: it has "):
+    with refusal("places.refuse_unknown", f"did you mean --data {data / 'train'}?"):
         find("labels", listed.parent)
     with refusal("places.inner_folders", f"none: no such folder in {Path.cwd()}"):
         find("labels", Path("none"))
@@ -509,6 +513,17 @@ def test_one_folder_named_as_a_part(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
     assert folders.find_labelled(tmp_path)[2] == ["bullet train", "test tube"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1)
+def test_broken_txt(drawn: Callable, kind: str) -> None:
+    """What left images out in 2.x is refused with what does so now."""
+    data = drawn(kind)
+    listed = data / "broken.txt"
+    listed.touch()
+    with refusal("folders.read_parts", listed, f"check {data} --skip-broken"):
+        find(kind, data)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_files_of_a_run(
     words = "--data", data, "--output-dir", run, "--eval-only", "--json"
     done = project.run(words, on=1, draws=True).ok()
     said, numbers = done.out.splitlines()[-2:]
-    written = "per_class.csv, confusion.png, worst.png, predictions.csv"
+    written = "per_class.csv, confusion.png, worst.png, worst.csv, predictions.csv"
     assert said == f"written to {out}: {written}"
     assert (out / "per_class.csv").read_bytes() == before["per_class.csv"]
     assert before == {
@@ -141,6 +142,7 @@ def test_files_of_a_run(
         one = np.asarray(Image.open(out / name))
         other = np.asarray(Image.open(others / name))
         assert np.array_equal(one, other)
+    check_worst(out / "worst.csv", others / "worst.csv", data / "val")
     (row,) = rows(trained)
     found = json.loads(numbers)
     assert found.keys() >= {"val_loss", "miou"}
@@ -223,16 +225,41 @@ def check_areas(one: Path, other: Path, classes: Sequence[str], miou: float) -> 
     assert np.mean(each) == pytest.approx(miou, abs=1e-6)
 
 
+def check_worst(one: Path, other: Path, val: Path) -> None:
+    """Files that exist, and what is in their masks, whatever the number of ranks."""
+    with open(one, newline="") as file, open(other, newline="") as other_file:
+        found = list(csv.DictReader(file))
+        others = list(csv.DictReader(other_file))
+    assert len(found) == len(others) == 12
+    losses = [float(row["loss"]) for row in found]
+    assert losses == sorted(losses, reverse=True)
+    for row, other_row in zip(found, others, strict=True):
+        assert float(row.pop("loss")) == pytest.approx(
+            float(other_row.pop("loss")), rel=1e-3
+        )
+        assert row == other_row
+        path = Path(row["path"])
+        assert path.parent == val / "images"
+        mask = np.asarray(Image.open(val / "masks" / f"{path.stem}.png"))
+        share = 100 * (mask == 1).sum() / (mask < 2).sum()
+        crack = re.search(r"crack ([\d.]+)%", row["label"])
+        assert float(crack[1] if crack else 0) == pytest.approx(share, rel=0.01)
+        assert row["prediction"]
+
+
 def check_printed(said: str, classes: dict, results: dict[str, float]) -> None:
-    """A table of the classes, the results, and what a guess would have."""
+    """A table of the classes, their means, and the results that are not in it."""
     lines = [line.split() for line in said.splitlines()]
-    at = lines.index(["class,precision,recall,f1,iou,support"])
+    at = lines.index(["class", "pixels", "precision", "recall", "f1", "iou"])
     for line, (name, row) in zip(lines[at + 1 :], classes.items(), strict=False):
-        assert line == [",".join(row.values())]
-        assert row["class"] == name
-    after = lines[at + len(classes) + 1 :]
-    for name in "val_loss", "miou":
-        assert [name, f"{results[name]:.4f}"] in after
+        assert line[:2] == [name, f"{int(row['support']):,}"]
+        numbers = [row[measure] for measure in lines[at][2:]]
+        assert line[2:] == [f"{float(number):.4f}" for number in numbers]
+    last = lines[at + len(classes) + 1 :]
+    assert last[0][:2] == ["mean,", "sum"]
+    assert last[0][-1] == f"{results['miou']:.4f}"
+    names = ("val_loss", "miou")
+    assert last[1:3] == [[name, f"{results[name]:.4f}"] for name in names]
     pixels = {name: int(row["support"]) for name, row in classes.items()}
     usual = max(pixels, key=pixels.__getitem__)
     guess = pixels[usual] / sum(pixels.values()) / len(pixels)

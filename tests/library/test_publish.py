@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import Done, Project, refusal, rows
+from generated import Done, Project, refusal
 from huggingface_hub import ModelCard
 
 from ddpkit.run import checkpoint
@@ -115,13 +115,15 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
     assert "copy.pt: 1 of 1 epochs done" in done.out
     card = ModelCard(FILES["README.md"].decode())
     last = card.data.eval_results[-1]
-    (row,) = rows(trained)
-    assert last.metric_value == float(row[last.metric_type])
+    assert (
+        f"\n- {publish.as_text(last.metric_type)}: {last.metric_value:.4g}\n"
+        in card.text
+    )
     assert card.data.pipeline_tag == card.data.eval_results[0].task_type
     assert card.data.pipeline_tag == "image-classification"
     assert card.data.model_name == "me/net" and card.data.license == "unknown"
     assert card.data.eval_results[0].dataset_name == "set"
-    assert "shufflenet\\_v2\\_x0\\_5 for image-classification" in card.text
+    assert "./launch.sh --data set --arch shufflenet_v2_x0_5 " in card.text
 
 
 def test_what_others_may_have_made(
@@ -160,7 +162,7 @@ def test_what_others_may_have_made(
     project.here(check).ok()
     card = (tmp_path / "hub/README.md").read_text()
     assert "\nx\\`\\\\n\\\\n\\<img src=x onerror=alert(1)\\> for image-" in card
-    assert " on \\<b\\>. `args.json`" in card
+    assert " on \\<b\\> with" in card
     assert not re.search(r"^ {0,3}<", card, re.M)
     for content in "3", "[" * 10**5:
         (run / "args.json").write_text(content)

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import re
+import sys
 import warnings
 import zlib
 from collections.abc import Callable
@@ -234,13 +235,13 @@ def test_claims_of_arrays(tmp_path: Path) -> None:
     format = Format(channels=3)
     claim("(4, 4, 3)")
     assert images.open_image(str(path), format).read().shape == (3, 4, 4)
-    for shape in "(1000000, 1000000, 3)", "(10, 10, 1000000000000)", "(9000, 9000, 3)":
+    claim("(1000000, 1000000, 3)")
+    with refusal("format.check_size", path, "1000000 x 1000000"):
+        images.open_image(str(path), format)
+    for shape in "(10, 10, 1000000000000)", "(9000, 9000, 3)":
         claim(shape)
         with refusal("images.reading", path):
             images.open_image(str(path), format)
-    claim("(6, 8)")
-    with refusal("format.check_size", path, "8 x 6 pixels"):
-        images.open_image(str(path), Format(channels=1, max_megapixels=0.00001))
     claim("(48,)")
     with refusal("images.read_values", path, "values of shape (48,"):
         images.open_image(str(path), format)
@@ -462,13 +463,19 @@ class TestFilesOfPhones:
         return np.asarray(image)
 
     @pytest.mark.parametrize("kind", ["HEIF", "AVIF"])
-    def test_pixels(self, tmp_path: Path, kind: str) -> None:
+    def test_pixels(
+        self, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Nearly those that were saved, whatever the file is named."""
         path = tmp_path / "x.jpg"
         expected = self.save(path, format=kind, quality=95)
-        off = read(path).astype(int) - expected
-        assert abs(off).mean() < 9  # chroma is halved
-        with refusal("masks.lazy_mask", path, kind):
+        plain = [name for name in images.FORMATS if name != "HEIF"]
+        monkeypatch.setattr(images, "FORMATS", plain)
+        for _ in range(2):  # the second finds the opener
+            off = read(path).astype(int) - expected
+            assert abs(off).mean() < 9  # chroma is halved
+        assert images.FORMATS.count("HEIF") == (kind == "HEIF")
+        with refusal("masks.refuse_changed", path, kind):
             masks.read_mask(str(path), masks.unnamed())
 
     def test_without_the_package(
@@ -478,7 +485,8 @@ class TestFilesOfPhones:
         self.save(path)
         plain = [name for name in images.FORMATS if name != "HEIF"]
         monkeypatch.setattr(images, "FORMATS", plain)
-        with refusal("images.reading", path, "pip install pillow-heif"):
+        monkeypatch.setitem(sys.modules, "pillow_heif", None)
+        with refusal("images.read_heif_too", path, "pip install pillow-heif"):
             images.open_image(str(path))
 
 
@@ -505,7 +513,7 @@ def test_alpha(tmp_path: Path) -> None:
 
 
 def test_turned_without_loss(tmp_path: Path) -> None:
-    """PNGs as JPEGs."""
+    """PNGs as JPEGs: upright, and it is known where height and width do not show it."""
     pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 3), np.uint8)
     for orientation in range(1, 9):
         exif = Image.Exif()
@@ -515,6 +523,7 @@ def test_turned_without_loss(tmp_path: Path) -> None:
         image = images.open_image(str(path))
         upright = ImageOps.exif_transpose(Image.open(path))
         assert np.array_equal(image, upright)
+        assert image.is_turned == (orientation in (2, 3, 4))
 
 
 def test_normalised_by_rows() -> None:

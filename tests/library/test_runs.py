@@ -26,6 +26,7 @@ def test_output_files(project: Project, trained: Path) -> None:
         "metrics.csv",
         "args.json",
         "per_class.csv",
+        "worst.csv",
         "epochs",
     }
     assert torch.load(trained / "last.pt", weights_only=True)["epoch"] == 1

@@ -1,5 +1,6 @@
-"""Images of two parts that look nearly alike, as those of one patient or video do."""
+"""Images of two parts that look or are named nearly alike, as those of one patient or video are."""
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,9 @@ from ddpkit.vision.images import LazyImage
 
 SIDE = 16  # of the thumbnails that are compared
 ALIKE = 0.998  # correlation of thumbnails, as after another JPEG or another size
+FLAT = 2  # of 255: thumbnails that vary less are of one colour, and show nothing
+# What comes before the last number of a name, if it has a number itself: p12_ of p12_3
+SERIES = re.compile(r"(.*\d.*\D)\d+")
 # of each image: path and thumbnail
 Thumbnails = Sequence[tuple[str, Tensor]]
 
@@ -17,23 +21,36 @@ Thumbnails = Sequence[tuple[str, Tensor]]
 def thumbnail(image: LazyImage) -> Tensor:
     """Return an image in grey, float32 (SIDE * SIDE,), of mean 0 and length 1; 0 of one colour."""
     grey = image.read(size=(SIDE, SIDE)).float().mean(0).flatten()
+    scale = 1 if image.mode.startswith("F") else 255
+    if grey.std() * 255 / scale < FLAT:
+        return torch.zeros_like(grey)
     return torch.nn.functional.normalize(grey - grey.mean(), dim=0)
 
 
 def find_alike(train: Thumbnails, others: Thumbnails) -> list[str]:
-    """Return a line about the images of another part that look like training images."""
+    """Return lines about images of another part that look, or are named, like training images."""
     if not train or not others:
         return []
     of_train = torch.stack([small for _, small in train])
-    pairs = []
+    looks = []
     for path, small in others:
         score, index = (of_train @ small).max(0)
         if score > ALIKE:
-            pairs.append(f"{path} like {train[int(index)][0]}")
-    if not pairs:
-        return []
-    return [
-        f"{len(pairs)} of {len(others)} images look nearly as training images do: "
-        f"{shorten(pairs)}; if these belong together, as those of a patient or a video, name their "
-        "groups"
-    ]
+            looks.append(f"{path} like {train[int(index)][0]}")
+    known = {series_of(path) for path, _ in train} - {""}
+    names = [path for path, _ in others if series_of(path) in known]
+    lines = []
+    for what, found in ("look nearly as", looks), ("are numbered on as", names):
+        if found:
+            lines.append(
+                f"{len(found)} of {len(others)} images {what} training images do: "
+                f"{shorten(found)}; if these belong together, as those of a patient or a video, "
+                "name their groups"
+            )
+    return lines
+
+
+def series_of(path: str) -> str:
+    """Return the folder and the name before its last number, or nothing if that has none."""
+    match = SERIES.fullmatch(path.rpartition("/")[2].rpartition(".")[0])
+    return match[1] if match else ""

@@ -20,7 +20,7 @@ dataset.py makes of it, with the flags of main.py that follow DIR, such as --aug
 The exit status is 1 if there are errors: files that cannot be read, images without masks and masks
 without images, sizes that differ, values that are no class, images that need another value_range in
 data.json, or that are in two of train, val and test, as groups may be, or have two labels; not for
-warnings: images that come twice in a part.
+warnings: images that come twice in a part, or that EXIF turns beside their masks.
 Whatever else training refuses is told in one line, with status 2.
 """,
 )

@@ -30,7 +30,7 @@ from ddpkit.data.format import NAME, Format, read_format, write_format
 from ddpkit.data.samples import MapDataset
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
-from ddpkit.vision import folders
+from ddpkit.vision import folders, lists
 from ddpkit.vision.masks import (
     VOID,
     Labels,
@@ -56,9 +56,10 @@ class Facts:
     error: str = ""  # why training cannot use it; then the rest is empty
     size: tuple[int, int] = (0, 0)  # width and height, upright
     digest: str = ""  # of the image's shape and pixels
-    # {value or class: 1}
+    # pixels of each mask value, or {class: 1}
     counts: dict[int, int] = field(default_factory=dict)
     meant: Meant = field(default_factory=dict)  # of the values in a mask
+    is_turned: bool = False  # an image beside a mask
     # what `alike.thumbnail` makes of it
     small: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     # with "channels", (3, channels): pixels, sums of values 0 to 1, of squares
@@ -88,7 +89,9 @@ def look(part: str, dataset: MapDataset, index: int) -> Facts:
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     facts.digest = f"{pixels.shape} {digest}"  # images in one colour differ by size
     if masks:
-        facts.counts = dict.fromkeys(np.unique(numbers[0]).tolist(), 1)
+        facts.is_turned = image.is_turned
+        values, counts = np.unique(numbers[0], return_counts=True)
+        facts.counts = dict(zip(values.tolist(), counts.tolist(), strict=True))
     else:
         facts.counts = dataset.count_labels(index)
     channels = dataset.format.channels
@@ -117,10 +120,12 @@ class Survey:
         self.classes: Sequence[str] = ()
         self.sizes: dict[str, list[tuple[int, int]]] = {}
         # of each part, by class number
+        self.pixels: dict[str, Counter] = {}
         self.images: dict[str, Counter] = {}
         self.moments: Any = 0.0  # of training images
         self.meant: Meant = {}
         self.mixed: list[str] = []  # masks that mean something else
+        self.turned: list[str] = []
         # of masks with values 1 to N their N; 0 of others
         self.largest: set[int] = set()
         # part, path and labels by digest
@@ -162,6 +167,7 @@ class Survey:
             dataset = kind(folders.Part(samples, format, labels), tuple)
             self.sizes[part] = []
             self.small[part] = []
+            self.pixels[part] = Counter()
             self.images[part] = Counter()
             keys += [(part, dataset, index) for index in range(len(dataset))]
         options = loading.workers(workers, torch.device("cpu"))
@@ -175,6 +181,12 @@ class Survey:
         for part in self.small.keys() - {"train"}:
             self.warnings += alike.find_alike(self.small["train"], self.small[part])
         self.errors += self.mixed[:1]  # one for the whole set
+        if self.turned:
+            others = len(self.turned) - 1
+            self.warnings.append(
+                f"{self.turned[0]}: EXIF turns this image and {others} others; their "
+                "masks have to be upright"
+            )
         if self.has_masks:
             self.name_classes(labels)
 
@@ -185,9 +197,12 @@ class Survey:
             self.broken[path] = facts.error
             return
         self.sizes[part].append(facts.size)
+        self.pixels[part].update(facts.counts)
         self.images[part].update(facts.counts.keys())
         if part == "train":
             self.moments += facts.moments
+        if facts.is_turned:
+            self.turned.append(path)
         values = facts.counts.keys() - {0, VOID}
         if values:
             self.largest.add(max(values) if len(values) == max(values) else 0)
@@ -258,13 +273,20 @@ class Survey:
             # the least and the greatest, once if they are equal
             ends = dict.fromkeys(by_area[:1] + by_area[-1:])
             text = " to ".join(f"{width} x {height}" for width, height in ends)
-            yield f"{part}: {len(sizes)} images; width x height: {text or 'none'}"
+            yield f"{part:10}{len(sizes)} images; width x height: {text or 'none'}"
+        unit = "pixels" if self.has_masks else "images"
+        yield f"classes   images, and share of the {unit}, in {', '.join(self.images)}"
         names = dict(enumerate(self.classes))
         if self.has_masks:
             names[VOID] = "void"
+        longest = max(map(len, names.values()), default=0)
         for value, name in names.items():
-            counts = [f"{part} {each[value]}" for part, each in self.images.items()]
-            yield f"{name}: images in {', '.join(counts)}"
+            line = f"          {name:{longest}}"
+            for part, images in self.images.items():
+                pixels = self.pixels[part]
+                share = 100 * pixels[value] / max(pixels.total(), 1)
+                line += f"  {images[value]:9} {share:8.3g} %"
+            yield line
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -298,36 +320,35 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def sort_out_broken(survey: Survey, skip: bool) -> None:
-    """Note what cannot be used as errors; or `skip` it, by lists without it, with warnings.
-
-    Lists that are there are kept, with .old at the end of their names.
-    """
+    """Note what cannot be used as errors; or `skip` it, by lists without it, with warnings."""
     unused = [*survey.left_over, *survey.broken.values()]
     if skip and unused:
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # said already
-                tables = make_lists(survey)
+            write_lists(survey)
         except UserError as error:
             survey.errors.append(f"{error.line}; --skip-broken needs that")
         else:
-            for path, rows in tables.items():
-                if path.exists():
-                    path.replace(f"{path}.old")
-                text = io.StringIO()
-                csv.writer(text, lineterminator="\n").writerows(rows)
-                files.save_text(path, text.getvalue())
-                line = f"{path}: {len(rows) - 1} images, which training reads"
-                distributed.print0(line)
             survey.warnings += [f"left out: {line}" for line in unused]
             return
     survey.errors += unused
 
 
-def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
-    """Return the rows of each list, by its path, without images that cannot be used.
+def write_lists(survey: Survey) -> None:
+    """Write DIR/train.csv and the others, without images that cannot be used.
 
-    Raises a UserError if lists cannot be the same set without them.
+    Raises a UserError, before anything is written, if lists cannot be the same set without them.
     """
+    with contextlib.redirect_stdout(io.StringIO()):  # said already
+        tables = make_lists(survey)
+    for path, rows in tables.items():
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        files.save_text(path, text.getvalue())
+        distributed.print0(f"{path}: {len(rows) - 1} images, which training reads")
+
+
+def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
+    """Return the rows of each list, by its path: of the old one, or of what folders have."""
     root = survey.root
     has_masks = survey.has_masks
     for line in survey.left_over:
@@ -338,6 +359,9 @@ def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
     pairs = folders.read_parts(root, has_masks, [*survey.sizes], ignored.append)
     tables = {}
     for part in reversed(PARTS):  # with train.csv, the last one, lists are read
+        path = folders.find_list(root, part)
+        if path and not folders.has_lists(root):
+            raise UserError(f"{path}: rename it: new lists would be read with it")
         if part not in pairs:
             continue
         kept = [pair for pair in pairs[part] if pair[0] not in survey.broken]
@@ -350,23 +374,30 @@ def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
                 raise UserError(
                     f"{root}: all training images of class {shorten(lost)} are broken: add others"
                 )
-        rows = [as_row(pair, root, has_masks) for pair in kept]
-        columns = [*folders.COLUMNS[has_masks], "group"]
-        path = folders.find_list(root, part) or root / f"{part}.csv"
-        tables[path] = [columns[: len(rows[0])], *rows]
+        columns = list(folders.COLUMNS[has_masks])
+        if path:
+            tables[path] = keep_rows(path, columns[0], {pair[0] for pair in kept})
+        else:
+            rows = [as_row(pair, root, has_masks) for pair in kept]
+            tables[root / f"{part}.csv"] = [[*columns, "group"][: len(rows[0])], *rows]
     return tables
+
+
+def keep_rows(path: Path, column: str, used: set[str]) -> list[list[str]]:
+    """Return the first row of a list, and those of the images `used`, with all their columns."""
+    rows = [row for _, row in lists.read_rows(path)]
+    kept = [row for row in rows if os.path.join(path.parent, row[column]) in used]
+    return [list(rows[0]), *(list(row.values()) for row in kept)]
 
 
 def as_row(pair: Sequence[str], root: Path, has_masks: bool) -> list[str]:
     """Return paths below `root`, or a label; a UserError if a list would be read otherwise."""
     path, label, *group = pair
+    several = folders.SEPARATOR in label and not has_masks
     row = [os.path.relpath(path, root), label, *group]
-    is_several = False
     if has_masks:
         row[1] = os.path.relpath(label, root)
-    elif not folders.has_lists(root):  # the name of a folder is one class
-        is_several = folders.SEPARATOR in label
     for value in row:
-        if is_several or value.encode("utf-8", "ignore").decode().strip() != value:
+        if several or value.encode("utf-8", "ignore").decode().strip() != value:
             raise UserError(f"{path}: rename it: no list can have {row}")
     return row

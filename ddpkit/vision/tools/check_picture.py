@@ -5,20 +5,21 @@ import io
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.transforms.v2.functional import InterpolationMode, resize
 
 from ddpkit.data import samples
-from ddpkit.data.samples import Key, MapDataset, Seeded
+from ddpkit.data.samples import Key, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
 from ddpkit.run.first_steps import say_void
 from ddpkit.vision import images, mistakes, pictures
 
 COUNT = 12  # images
+HEIGHT = 240  # pixels that each is drawn with
 
 
 def draw_check(path: Path, args: Namespace) -> str:
@@ -35,58 +36,65 @@ def draw_check(path: Path, args: Namespace) -> str:
         return error.line
     seeded = Seeded(train_set, classes, 0)
     samples.tell_epoch(train_set, 0)
-    cells: list[pictures.Cell] = []
-    masks: list[Tensor] = []  # as training has them
-    for index in mistakes.spread(len(train_set), COUNT):
-        with contextlib.suppress(UserError):  # which the report has
-            image, target = seeded[Key(0, index)][:2]
-            target = torch.as_tensor(target)
-            above = [mistakes.short_name(train_set, index)]
-            numbers: list[int] = []
-            parts = [image]
+    present: set[int] = set()  # in masks
+    chosen = mistakes.spread(len(train_set), COUNT)
+    captions = mistakes.short_names(train_set, chosen)
+    masks = []  # as training has them
+    with pictures.drawing(path) as figure:
+        for index, caption in zip(chosen, captions, strict=True):
+            try:
+                target, shown = views(seeded, index)
+            except UserError:  # which the report has
+                continue
+            axes = figure.add_subplot(label=str(index))
+            axes.axis("off")
+            axes.imshow(pictures.in_a_row([panel(classes, *view) for view in shown]))
+            lines = [caption or samples.name(train_set, index)]
             if target.ndim == 2:
-                parts.append(target)
                 masks.append(target)
-                numbers += target.unique().tolist()
+                for _, mask in shown:
+                    present.update(mask.unique().tolist())
             else:
                 # a number, or float (classes,) of several
-                labels = target.nonzero().flatten() if target.ndim else target[None]
-                text = "; ".join(classes[int(label)] for label in labels) or "none"
-                above.insert(0, text)
-            panels = [panel(classes, *parts)]
-            before = as_it_is(train_set, index, image.shape[1])
-            if before:
-                panels.insert(0, panel(classes, *before))
-            cells.append(([panels], above, numbers))
-    count = pictures.draw_grid(path, cells, draw_panels, classes)
+                numbers = target.nonzero().flatten() if target.ndim else target[None]
+                text = "; ".join(classes[int(number)] for number in numbers) or "none"
+                lines.insert(0, pictures.clip(text, 40))
+            axes.set_title("\n".join(lines), fontsize=9)
+        if figure.axes:
+            pictures.lay_out(figure)
+            figure.suptitle("as it is | as dataset.py augments it", fontsize=10)
+        if present:
+            pictures.draw_legend(figure, classes, present)
     distributed.print0(
-        f"{path}: {count} training images; as augmented, do they still show their labels? If not: "
-        "--hflip 0 and, for classification, --crop-scale 1"
+        f"{path}: {len(figure.axes)} training images; as augmented, do they still show "
+        "their labels? If not: --hflip 0 and, for classification, --crop-scale 1"
     )
     say_void(masks)
     return ""
 
 
-def as_it_is(dataset: MapDataset, index: int, height: int) -> list[Tensor]:
-    """Return a sample's image and mask as files have them, of that height, if they are known."""
-    for each, number in samples.places(dataset, index):
-        if hasattr(each, "open"):
-            parts = each.open(number)
-            width = round(parts[0].width * height / parts[0].height)
-            return [part.read(size=(height, max(width, 1))) for part in parts]
-    return []
+def views(seeded: Seeded, index: int) -> tuple[Tensor, list[list[Tensor]]]:
+    """Return a sample's target; image and mask as files have them, if known, and as augmented."""
+    shown = []
+    for dataset, number in samples.places(seeded.dataset, index):
+        if hasattr(dataset, "open"):
+            shown.append([part.read() for part in dataset.open(number)])
+            break
+    image, target = seeded[Key(0, index)][:2]
+    target = torch.as_tensor(target)
+    shown.append([image, target] if target.ndim == 2 else [image])
+    return target, shown
 
 
 def panel(
     classes: Sequence[str], image: Tensor, mask: Tensor | None = None
 ) -> np.ndarray:
-    """Return an image, uint8 (H, W, 3), tinted by its mask (H, W)."""
-    pixels = images.visible(image).permute(1, 2, 0).numpy()
+    """Return an image, uint8 (HEIGHT, W, 3), tinted by its mask (H, W)."""
+    pixels = images.visible(image)
+    height, width = pixels.shape[1:]
+    size = [HEIGHT, max(1, round(width * HEIGHT / height))]
+    drawn = resize(pixels, size).permute(1, 2, 0).numpy()
     if mask is None:
-        return pixels
-    return pictures.overlay(pixels, mask.byte().numpy(), classes)
-
-
-def draw_panels(axes: Any, panels: Sequence[np.ndarray]) -> None:
-    axes.imshow(pictures.in_a_row(panels))
-    axes.set_xlabel("as it is | as dataset.py augments it")
+        return drawn
+    numbers = resize(mask[None].byte(), size, InterpolationMode.NEAREST)
+    return pictures.overlay(drawn, numbers[0].numpy(), classes)

@@ -6,6 +6,7 @@ arguments.py says what it does and takes.
 import json
 import math
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from ddpkit.errors import UserError, escape, reason_of
 from ddpkit.ranks import process
 from ddpkit.run import checkpoint
 from ddpkit.run.file_names import SHOWN
+from ddpkit.run.flags import OF_A_START
 from ddpkit.run.states import State
 from ddpkit.vision.rows import OF_TUNING, only_numbers, recorded_rows
 from ddpkit.vision.tools import arguments
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"{needed}: no such file; name a checkpoint of a run")
     read_own(path, 0)
     contents = {}
-    # of earlier versions: it has paths of this machine
+    # worst.csv has paths of this machine
     for name in {*NEEDED, *SHOWN} - {"worst.csv"}:
         if path.with_name(name).is_file():
             contents[name] = read_own(path.with_name(name))
@@ -48,11 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("args", "resumed_from"):
         if name in state:
             state[name] = without_paths(state[name])
-    about = without_paths(
-        files.parse(
-            path.with_name("args.json"), lambda text: dict(json.loads(text)), "JSON"
-        )
-    )
+    about = without_paths(files.parse(path.with_name("args.json"), to_dict, "JSON"))
     title = given.repo or process.project().name
     # before anything is written, because it may find a fault
     card = make_card(path, state, about, title, given.license, contents)
@@ -80,6 +78,10 @@ def read_own(path: Path, most: int = -1) -> bytes:
             f"{path}: not published ({error.strerror}): others may have put it there; look at "
             "it, then replace it by a copy"
         ) from None
+
+
+def to_dict(content: bytes) -> dict[str, object]:
+    return dict(json.loads(content))
 
 
 def without_paths(value: object) -> Any:
@@ -116,10 +118,13 @@ def make_card(
     # of the checkpoint's epoch; a run that goes on may have written more since
     own = next((row for row in rows if row["epoch"] == state["epoch"]), rows[-1])
     results = []
+    metrics = []
     for name, value in only_numbers(own).items():
         # else not measured in that epoch
         if name not in OF_TUNING and not math.isnan(value):
             results.append(EvalResult(task, data, data, name, value))
+            metrics.append(f"- {as_text(name)}: {value:.4g}")
+    listed = "\n".join(metrics)
     facts = ModelCardData(
         license=license,
         library_name="pytorch",
@@ -128,6 +133,7 @@ def make_card(
         model_name=title,
         eval_results=results,
     )
+    command = escape(f"./launch.sh {shlex.join(used_flags(used))}")
     pictures = [name for name in sorted(contents) if name.endswith(".png")]
     images = "\n".join(f"![{name}]({name})" for name in pictures)
     arch, ranks, device, where = [
@@ -140,8 +146,14 @@ def make_card(
 # {title}
 
 {arch} for {task} with {len(state["classes"])} classes, trained on {where} by
-{ranks} rank(s) on {device}. `args.json` has all flags and versions, and the commit of the project;
-the metrics are those after epoch {own["epoch"]}.
+{ranks} rank(s) on {device} with
+
+    {command}
+
+`args.json` has all flags and versions, and the commit of the project.
+Metrics after epoch {own["epoch"]}:
+
+{listed}
 
 ## Use
 
@@ -155,6 +167,24 @@ In the project that trained it, `python predict.py FILES --checkpoint {path.name
 {images}
 """)
     return str(card)
+
+
+def used_flags(used: dict[str, object]) -> list[str]:
+    """Return the words of the flags that are not as by default, but for where the run was."""
+    words = []
+    given = {}
+    if used.get("data"):
+        given = {"data": Path(str(used["data"])).name}
+        words = ["--data", given["data"]]
+    defaults = vars(process.own("flags").parse_args([], given))
+    for name, value in used.items():
+        if name in ("data", "output_dir", *OF_A_START):
+            continue
+        if value != defaults.get(name, value):  # newer flags may lack it
+            words.append(f"--{name.replace('_', '-')}")
+            if value is not True:  # such as --deterministic, which takes no value
+                words.append(str(value))
+    return words
 
 
 def as_text(value: object) -> str:
