@@ -26,9 +26,9 @@ OF_NETWORK_DISKS = {getattr(errno, name, -1) for name in NAMES.split()}
 WANTS = """EMFILE ENFILE ENOMEM ENOBUFS EINTR EAGAIN EBUSY ETXTBSY EDEADLK ENOLCK"""
 OF_THIS_MOMENT = {getattr(errno, name, -1) for name in WANTS.split()}
 WAITS = (1, 4)  # seconds between tries
-# The most bytes of an image, an array, labels or a list; of what people and runs note.
+# The most bytes of an image, an array or JSON; of lists and other texts, whose lines take time.
 OF_DATA = 8 << 30
-OF_NOTES = 256 << 20
+OF_TEXT = 256 << 20
 # Letters and values, each as often as it is referred to.
 MOST_VALUES = 1 << 25
 MOST_BITS = 1000  # of an integer: larger ones are no floats
@@ -89,7 +89,7 @@ def open_file(path: Path | str, most: int = OF_DATA, is_own: bool = False) -> Bi
     if not stat.S_ISREG(status.st_mode):
         reason = "not a regular file"
     elif status.st_size > most:
-        reason = f"{status.st_size:,} bytes, more than {most:,}"
+        reason = f"{status.st_size:,} bytes, more than {most:,}: divide it"
     elif is_own and status.st_nlink > 1:
         reason = "a file of other names"
     if reason:
@@ -131,7 +131,7 @@ def parse(
         raise UserError(f"{path}: no {what} ({reason}); {remedy}") from None
 
 
-def read_text(path: Path | str, errors: str = "strict", most: int = OF_DATA) -> str:
+def read_text(path: Path | str, errors: str = "strict", most: int = OF_TEXT) -> str:
     """Return the text of a regular file in UTF-8, or raise a UserError."""
 
     def decode(content: bytes) -> str:

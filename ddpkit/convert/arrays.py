@@ -119,9 +119,10 @@ def load_values(path: Path | str) -> np.ndarray:
         raise
     except Exception as error:  # scipy raises many kinds
         raise UserError(f"{path}: cannot be read ({reason_of(error)})") from None
-    arrays.sort(key=lambda each: not is_of_masks(each[0]))
+    arrays.sort(key=lambda each: not any(x in each[0].lower() for x in MASK_FIELDS))
     for _, values in arrays:
-        if not is_grid(values):
+        is_grid = values.ndim == 2 and min(values.shape) > 1
+        if not is_grid or values.dtype.kind not in "buif":
             continue
         # within structures
         height, width = values.shape
@@ -132,14 +133,6 @@ def load_values(path: Path | str) -> np.ndarray:
     raise UserError(
         f"{path}: no array of height x width whole numbers in it; save the mask so"
     )
-
-
-def is_of_masks(name: str) -> bool:
-    return any(word in name.lower() for word in MASK_FIELDS)
-
-
-def is_grid(values: np.ndarray) -> bool:
-    return values.ndim == 2 and min(values.shape) > 1 and values.dtype.kind in "buif"
 
 
 def load_mat(path: Path | str) -> dict:

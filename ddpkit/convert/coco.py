@@ -38,19 +38,17 @@ NEEDED = ("images", "annotations", "categories")
 
 def find_coco(tree: Tree) -> list[str]:
     """Return the JSON files that are COCO's; of COCO's own ones those of instances."""
-    names = [name for name, content in tree.jsons.items() if is_coco(content)]
+    # annotations of panoptic ones have no category
+    names = [
+        name
+        for name, content in tree.jsons.items()
+        if isinstance(content, dict)
+        and all(isinstance(content.get(key), list) for key in NEEDED)
+        and not any("segments_info" in each for each in content["annotations"])
+    ]
     # captions have no categories; key points are of the same images
     own = [name for name in names if name.rpartition("/")[2].startswith("instances")]
     return own or names
-
-
-def is_coco(content: Json) -> bool:
-    """Return whether JSON is COCO's; of panoptic ones the annotations have no category."""
-    return (
-        isinstance(content, dict)
-        and all(isinstance(content.get(key), list) for key in NEEDED)
-        and not any("segments_info" in each for each in content["annotations"])
-    )
 
 
 def read_coco(
@@ -64,7 +62,7 @@ def read_coco(
     for name in names:
         # ids may have gaps: their order is that of the classes
         for category in sorted(tree.jsons[name]["categories"], key=itemgetter("id")):
-            colors.setdefault(str(category["name"]), to_color(category.get("color")))
+            colors.setdefault(category["name"], to_color(category.get("color")))
     classes = ObjectClasses(colors, colors)
     crowds: list[int] = []  # their class numbers
     others: set[int] = set()

@@ -22,20 +22,8 @@ from pathlib import Path
 from ddpkit.convert import formats, result
 from ddpkit.convert.labels import LabelledSet
 from ddpkit.convert.tree import Tree
-from ddpkit.errors import UserError, clip, escape, print_line, shorten
+from ddpkit.errors import LineError, UserError, clip, escape, print_line, shorten
 from ddpkit.run.flags import Parser
-
-# Of a key that is missing, a text in place of a number, brackets within brackets, or sizes that
-# no memory has.
-NOT_AS_MEANT = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -84,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(f"{source}: {name} ({format.what})")
         labelled = formats.read_labels(format, tree)
         lines = result.write_set(labelled, out)
-    except NOT_AS_MEANT as error:
+    except LineError:
+        raise
+    # such as of a key that is missing, or of a size that no memory has
+    except Exception as error:
         raise UserError(
             f"{source}: not as {name} has it ({clip(repr(error), 200)}); export it anew"
         ) from error

@@ -60,7 +60,9 @@ def find_cvat(tree: Tree) -> list[str]:
 
 
 def read_cvat(tree: Tree, names: Sequence[str]) -> LabelledSet:
-    roots = {name: parse_xml(tree, name) for name in names}
+    roots: dict[str, Element] = {}
+    for name in names:
+        roots[name] = files.parse(tree.path(name), ElementTree.fromstring, "XML")
     colors: dict[str, Color | None] = {}
     for root in roots.values():
         for label in root.findall(".//meta//labels/label"):
@@ -74,10 +76,6 @@ def read_cvat(tree: Tree, names: Sequence[str]) -> LabelledSet:
     kinds = {mark.tag for mark in marks}
     has_objects = "tag" not in kinds or not kinds.isdisjoint(KINDS)
     return draw_objects(tree, classes if has_objects else None, label_files)
-
-
-def parse_xml(tree: Tree, name: str) -> Element:
-    return files.parse(tree.path(name), ElementTree.fromstring, "XML")
 
 
 def read_root(tree: Tree, name: str, root: Element, classes: ObjectClasses) -> Entries:

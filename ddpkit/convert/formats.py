@@ -1,5 +1,8 @@
 """Which format a folder of labels has."""
 
+import contextlib
+import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +21,10 @@ from ddpkit.convert import (
     runs,
     yolo,
 )
-from ddpkit.convert.labels import LabelledSet
-from ddpkit.convert.tree import Tree, ending_of
+from ddpkit.convert.labels import PARTS, LabelledSet
+from ddpkit.convert.tree import Tree, ending_of, folder_of
 from ddpkit.errors import UserError, shorten
+from ddpkit.vision import places
 
 
 @dataclass
@@ -203,7 +207,12 @@ FORMATS = {format.name: format for format in (*CERTAIN, *LIKELY, *NAMED)}
 def find_label_format(tree: Tree) -> LabelFormat:
     """Return the format of a folder; a UserError if it has none, or several."""
     for group in CERTAIN, LIKELY:
-        fitting = [format for format in group if is_there(format, tree)]
+        fitting = []
+        for format in group:
+            shown = shown_by(format.name, tree)
+            # of a named file, what lies beside it is not asked for
+            if tree.below(tree.named) in shown if tree.named else shown:
+                fitting.append(format)
         if len(fitting) > 1:
             names = [format.name for format in fitting]
             raise UserError(
@@ -213,12 +222,10 @@ def find_label_format(tree: Tree) -> LabelFormat:
         if fitting:
             return fitting[0]
     tree.refuse_broken()
-    if as_training_takes_it(tree):
-        raise UserError(
-            f"{tree.root}: is as training takes it: python -m ddpkit check {tree.root}"
-        )
+    refuse_layout(tree, has_masks=True)
     not_taken.refuse_known(tree)
     image_labels.refuse_unclear(tree)
+    refuse_layout(tree, has_masks=False)
     endings = Counter(ending_of(name) or "without ending" for name in tree.files)
     listed = [f"{count} {ending}" for ending, count in endings.most_common()]
     raise UserError(
@@ -227,15 +234,14 @@ def find_label_format(tree: Tree) -> LabelFormat:
     )
 
 
-def is_there(format: LabelFormat, tree: Tree) -> bool:
-    shown = format.find(tree)
-    # of a named file, what lies beside it is not asked for
-    return tree.below(tree.named) in shown if tree.named else bool(shown)
+@functools.cache  # lists are looked through
+def shown_by(name: str, tree: Tree) -> Sequence:
+    return FORMATS[name].find(tree)
 
 
 def read_labels(format: LabelFormat, tree: Tree) -> LabelledSet:
     """Return the labels in a folder; a UserError if it has none of this format."""
-    shown = format.find(tree)
+    shown = shown_by(format.name, tree)
     if not shown or ending_of(str(shown[0])) == ".json":
         tree.refuse_broken()
     if not shown:
@@ -243,9 +249,21 @@ def read_labels(format: LabelFormat, tree: Tree) -> LabelledSet:
     return format.read(tree, shown)
 
 
-def as_training_takes_it(tree: Tree) -> bool:
-    has_pairs = any(
-        {f"{p}images", f"{p}masks"} <= set(tree.folders) for p in ("", "train/")
-    )
-    has_list = "train.csv" in tree.files and "file" in tree.first_row("train.csv")
-    return has_pairs or has_list
+def refuse_layout(tree: Tree, has_masks: bool) -> None:
+    """Raise a UserError if training takes the folder in which all images are as it is."""
+    around = [folder_of(name) for name in tree.in_folder("")]
+    root = tree.path(os.path.commonpath(around or [""]))
+    try:
+        with contextlib.redirect_stdout(None):  # what it says of folders
+            place = places.find_places(root, has_masks, PARTS)["train"]
+    except UserError:
+        return
+    folders = places.inner_folders(place.images)
+    condition = f"if {shorten([each.name for each in folders])} are classes, it "
+    if has_masks:
+        folders = [place.images, place.masks or root]
+        condition = ""
+    if len(folders) > 1 and all(map(places.any_image, folders)):
+        raise UserError(
+            f"{root}: {condition}is as training takes it: python -m ddpkit check {root}"
+        )

@@ -11,6 +11,7 @@ that is named so, or whose cells repeat.
 """
 
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -66,6 +67,7 @@ def find_lists(tree: Tree) -> list[str]:
     return names
 
 
+@functools.cache
 def lists_of_images(tree: Tree) -> list[str]:
     """Return the CSV files in which a row names an image that is there."""
     names = []
@@ -193,6 +195,8 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
                 own = [column for column in columns if float(row[column])]
             labels = tuple(sorted(set(own)))
             group = str(row.get("group") or "")
+            lists.refuse_missing(where, columns[0], labels)
+            lists.refuse_missing(where, "group", [group])
             labelled.samples.append(Sample(path, part, labels=labels, group=group))
     tree.count_unnamed(labelled, everywhere=True)
     labelled.use_labels(tree.root)

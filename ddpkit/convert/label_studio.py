@@ -28,7 +28,7 @@ from ddpkit.convert.shapes import (
     to_points,
     turned,
 )
-from ddpkit.convert.tree import ENDINGS, Json, Tree, ending_of, folder_of, slashes
+from ddpkit.convert.tree import ENDINGS, Tree, ending_of, folder_of, slashes
 from ddpkit.errors import UserError
 
 # by the numbers of task and annotation: labels, and the PNGs of what is marked so
@@ -40,16 +40,14 @@ CHOICES = ("choices",)  # about the whole image
 
 
 def find_label_studio(tree: Tree) -> list[str]:
-    return [name for name, content in tree.jsons.items() if is_export(content)]
-
-
-def is_export(content: Json) -> bool:
-    return (
-        isinstance(content, list)
-        and bool(content)
+    return [
+        name
+        for name, content in tree.jsons.items()
+        if isinstance(content, list)
+        and content
         and isinstance(content[0], dict)
         and {"data", "annotations"} <= content[0].keys()
-    )
+    ]
 
 
 def read_label_studio(tree: Tree, names: Sequence[str]) -> LabelledSet:

@@ -29,18 +29,16 @@ BOXES = ("rectangle", "oriented_rectangle")
 
 
 def find_labelme(tree: Tree) -> list[str]:
-    return [name for name, content in tree.jsons.items() if is_labelme(content)]
-
-
-def is_labelme(content: Json) -> bool:
-    return isinstance(content, dict) and isinstance(content.get("shapes"), list)
+    return [
+        name
+        for name, content in tree.jsons.items()
+        if isinstance(content, dict) and isinstance(content.get("shapes"), list)
+    ]
 
 
 def read_labelme(tree: Tree, names: Sequence[str]) -> LabelledSet:
     used = {
-        str(shape.get("label"))
-        for name in names
-        for shape in tree.jsons[name]["shapes"]
+        shape.get("label") for name in names for shape in tree.jsons[name]["shapes"]
     }
     # LabelMe's own list gives the order
     lists = tree.files_named("labels.txt")

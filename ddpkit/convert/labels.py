@@ -123,13 +123,16 @@ class ObjectClasses:
     """
 
     def __init__(
-        self, names: Iterable[str], colors: dict[str, Color | None] | None = None
+        self, names: Iterable[object], colors: dict[str, Color | None] | None = None
     ):
         self.names = [BACKGROUND]
         self.number_of = {BACKGROUND: 0}
         self.colors: list[Color] = []
         given_of: dict[str, str] = {}
-        for name in map(seen, map(str, names)):
+        for name in names:
+            if name is None:
+                raise UserError("a class is null, without a name; write it")
+            name = seen(str(name))
             text = clean_name(name)
             given = given_of.setdefault(text, name)
             if given != name and text not in (BACKGROUND, "void"):

@@ -65,9 +65,11 @@ def listed_classes(tree: Tree, folder: str) -> tuple[Sequence[str], Path]:
     """
     inner = tree.path(folder)
     above = [each for each in (inner, *inner.parents) if each.is_relative_to(tree.root)]
-    lists = [each / "classes.txt" for each in above]
-    own = next((each for each in lists if tree.below(each) in tree.names), None)
-    other = next(filter(None, map(masks.find_list, above)), None)
+    # not what a link out of the folder leads to
+    own, other = [
+        next((path for path in paths if path and tree.below(path) in tree.names), None)
+        for paths in ([x / "classes.txt" for x in above], map(masks.find_list, above))
+    ]
     lines = masks.read_lines(other) if other else []
     added = masks.read_lines(own) if own else []
     if added and not any("=" in line for line in lines):
@@ -155,6 +157,11 @@ def read_inside(path: Path, size: Size | None = None) -> np.ndarray:
         )
     # the edges of a JPEG, or smoothed ones
     threshold = 127 if is_lossy or values.max(initial=0) > 127 else 0
+    if not threshold and len(np.unique(values)) > 2:
+        raise UserError(
+            f"{path}: has numbers of several classes, so it is no mask of one, in black and white; "
+            "put such masks into a folder masks beside images, without folders in it"
+        )
     return same_size(values > threshold, size, path)
 
 

@@ -6,7 +6,7 @@ from ddpkit import files
 from ddpkit.convert.tree import Tree
 from ddpkit.errors import UserError
 
-TEXTS = re.compile(r"\.(nd|geo)?json$|\.xml$", re.IGNORECASE)
+TEXTS = re.compile(r"\.(nd|geo)?json$|\.(jsonl|manifest|xml)$", re.IGNORECASE)
 MOST = 100_000  # of a text, which is looked through
 SAVE = "save its images as DIR/train/CLASS/NUMBER.png"
 # By what a file has in its name, or a text within itself.
@@ -19,6 +19,8 @@ KNOWN = {
     '"data_row"|"Labeled Data"': "Labelbox; convert it to COCO with the package labelbox",
     '"dm_format_version"|"label_id"': "Datumaro; datum convert -if datumaro -i . -f coco",
     '"annotation_id"': "Label Studio's JSON_MIN; export it as JSON",
+    '"source-ref"|"image_url"': "a manifest; write columns file, label into a CSV file",
+    r'"classes": *\[.*"labels": *\{': "FiftyOne; export it as ImageClassificationDirectoryTree",
     '"FeatureCollection"': "GeoJSON; export an image of class numbers for each image",
     '"asset"|"coordinates": ?{|<bndbox>': "boxes, which have no outline; export polygons as COCO",
     '"caption"': "captions, which are no labels",

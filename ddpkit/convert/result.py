@@ -5,7 +5,7 @@ import dataclasses
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,7 +47,10 @@ def write_set(labelled: LabelledSet, out: Path) -> list[str]:
             f"{out}: no image with labels was found, so nothing is written; see the lines above"
         )
     by_folder = (
-        not has_masks and not labelled.several and has_folder_names(labelled.names)
+        not has_masks
+        and not labelled.several
+        # each can have a folder of its own, on any disk
+        and count_different(map(folder_name, labelled.names)) == len(labelled.names)
     )
     named = name_samples(labelled, by_folder)
     if has_masks:
@@ -129,7 +132,7 @@ def names_apart(paths: Sequence[Path]) -> list[str]:
     return best
 
 
-def count_different(names: Sequence[str]) -> int:
+def count_different(names: Iterable[str]) -> int:
     return len({name.lower() for name in names})
 
 
@@ -253,11 +256,6 @@ def as_cell(sample: Sample) -> str:
 def folder_name(label: str) -> str:
     """Return a class name that a folder can have."""
     return label.replace("/", "_").replace("\\", "_").lstrip(".") or "unnamed"
-
-
-def has_folder_names(labels: Sequence[str]) -> bool:
-    """Return whether each class can have a folder of its own, on any disk."""
-    return count_different([folder_name(label) for label in labels]) == len(labels)
 
 
 def classes_text(labelled: LabelledSet) -> str:

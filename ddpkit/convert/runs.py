@@ -94,6 +94,7 @@ def read_runs(
             if images.lower() == BOTH:
                 image, _, label = image.rpartition("_")
             stated = lists.stated_part(row, split, where)
+            lists.refuse_missing(where, class_column, [label])
             own = rows_of.setdefault((name, image, stated), [])
             if row[runs].lower() not in NO_RUNS:
                 own.append(Row(label or "object", row[runs], where))

@@ -183,6 +183,10 @@ class Tree:
         names_of: dict[str, list[str]] = {}
         rank_of: dict[str, tuple[bool, int]] = {}
         for column in filter(None, rows[0][1] if rows else ()):
+            if ending_of(column) in ENDINGS and self.named_as(column):
+                raise UserError(
+                    f"{path}: its first line names an image; write the columns' names above it"
+                )
             cells = [slashes(str(row.get(column))) for _, row in rows]
             names = [cell if self.named_as(cell) else "" for cell in cells]
             # 1.jpg is a name, where 1 may be any number; 0 and 1 are answers, too
@@ -294,12 +298,12 @@ class Tree:
 
     def tables(self, name: str, column: str) -> list[str]:
         """Return the CSV files of that name in any folder, if their first row has the column."""
-        paths = self.files_named(name)
-        return [path for path in paths if column in self.first_row(path)]
-
-    def first_row(self, name: str) -> dict[str, str]:
-        """Return the first row of a CSV file, to see what it is; {} if there is none."""
-        return next(self.rough_rows(name), (0, {}))[1]
+        found = []
+        for path in self.files_named(name):
+            _, row = next(self.rough_rows(path), (0, {}))
+            if column in row:
+                found.append(path)
+        return found
 
     def rough_rows(self, name: str) -> lists.Rows:
         """Yield the rows of a CSV file that may not be one of labels: of any encoding."""

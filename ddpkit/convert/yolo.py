@@ -43,15 +43,11 @@ def find_class_lists(tree: Tree) -> list[str]:
     lists = tree.files_named("classes.txt")
     for image in tree.in_folder("") if lists else ():
         labels = label_file(tree, image)
-        words = first_words(tree, labels) if labels else []
+        text = files.read_text(tree.path(labels), "replace") if labels else ""
+        words = text.strip().partition("\n")[0].split()
         if len(words) >= 5 and all(NUMBER.fullmatch(word) for word in words):
             return lists
     return []
-
-
-def first_words(tree: Tree, name: str) -> list[str]:
-    text = files.read_text(tree.path(name), "replace")
-    return text.strip().partition("\n")[0].split()
 
 
 def read_yaml(tree: Tree, name: str) -> Json:
@@ -68,30 +64,28 @@ def read_yaml(tree: Tree, name: str) -> Json:
         return yaml.safe_load(content)
 
     path = tree.path(name)
-    content = files.parse(path, read_content, "YAML", most=files.OF_NOTES)
+    content = files.parse(path, read_content, "YAML", most=files.OF_TEXT)
     files.check_size(path, content)  # references to references may stand for gigabytes
     return content
 
 
 def read_yolo(tree: Tree, names: Sequence[str]) -> LabelledSet:
     name = names[0]
-    content = read_list(tree, names) if is_list(name) else read_yaml(tree, name)
+    content = (
+        read_list(tree, names) if ending_of(name) == ".txt" else read_yaml(tree, name)
+    )
     if "kpt_shape" in content:
         raise UserError(
             f"{tree.path(name)}: key points (kpt_shape), which have no inside; segmentation needs "
             "outlines: export the project's segments"
         )
-    given = content.get("names") or range(int(content["nc"]))
+    given = content.get("names") or range(min(int(content["nc"]), 256))
     numbered = given.items() if isinstance(given, dict) else enumerate(given)
-    class_of = {int(number): str(text) for number, text in numbered}
+    class_of = {int(number): text for number, text in numbered}
     classes = ObjectClasses(text for _, text in sorted(class_of.items()))
     label_of = {n: classes.number(text, name) for n, text in class_of.items()}
     entries = marked_images(tree, names, content, label_of)
     return draw_objects(tree, classes, [entries])
-
-
-def is_list(name: str) -> bool:
-    return ending_of(name) == ".txt"
 
 
 def read_list(tree: Tree, names: Sequence[str]) -> Json:
@@ -138,7 +132,7 @@ def images_in_parts(
     tree: Tree, name: str, content: Json
 ) -> Iterator[tuple[str, str] | LeftOut]:
     """Yield each image with its part: by the keys of the YAML file, or by its folders."""
-    if is_list(name):
+    if ending_of(name) == ".txt":
         for image in tree.in_folder(""):
             yield image, tree.part_of_image(tree.path(image))
     for key in PART_KEYS:
@@ -161,7 +155,7 @@ def images_at(
     beside = tree.path(name).parent
     base = beside / str(content.get("path") or "")
     # of exports that somebody has moved: below the YAML file
-    within = given.removeprefix("../").removeprefix("./").rstrip("/")
+    within = given.removeprefix("../").rstrip("/")
     for path in (base / given, beside / given, beside / within, base / within):
         # Roboflow's say ../train/images, with the folder beside the file
         below = tree.below(path)
@@ -169,7 +163,7 @@ def images_at(
             continue
         if path.is_dir():
             return tree.in_folder("" if below == "." else below)
-        if path.is_file() and is_list(below):
+        if path.is_file() and ending_of(below) == ".txt":
             return listed_images(tree, below, part)
     return []
 

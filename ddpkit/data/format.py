@@ -109,7 +109,7 @@ class Format:
 DEFAULT_FORMAT = Format()
 
 
-def _parse(found: dict[str, Any]) -> Format:
+def parse_keys(found: dict[str, Any]) -> Format:
     """Return the keys as a Format; a ValueError, or what Python raises, if they cannot be meant."""
     for name, value in found.items():
         if isinstance(value, list):
@@ -134,7 +134,7 @@ def read_format(folder: Path) -> Format:
     if not os.path.lexists(path):
         return DEFAULT_FORMAT
     what = f"JSON such as {EXAMPLE}"
-    return files.parse(path, lambda content: _parse(json.loads(content)), what)
+    return files.parse(path, lambda content: parse_keys(json.loads(content)), what)
 
 
 def write_format(folder: Path, format: Format) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpkit import files
-from ddpkit.data.format import Format
-from ddpkit.errors import DiskError, LineError, UserError, shorten
+from ddpkit.data.format import Format, parse_keys
+from ddpkit.errors import DiskError, LineError, UserError, reason_of, shorten
 from ddpkit.run import states
 from ddpkit.run.flags import OF_A_START
 from ddpkit.run.states import PLAIN, State
@@ -27,12 +27,26 @@ ANOTHER = "use the model.py, and the flags, of its run"
 OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
 # As torch says it
 NO_MEMORY = re.compile("bad_?alloc|alloc_cpu|can't allocate memory|out of memory", re.I)
-# what a checkpoint has to contain, besides what a training loader adds
-KEYS = (
-    *("model", "optimizer", "scheduler", "kinds", "args", "format", "classes"),
-    *("history", "epoch", "step", "seen", "images", "global_batch"),
-    *("channels", "seed", "best", "best_of", "resumed_from"),
+# What a checkpoint has to contain, besides what a training loader adds
+NEEDED = """model optimizer scheduler kinds args format classes history epoch step seen
+    images global_batch channels seed best best_of resumed_from"""
+KEYS = NEEDED.split()
+# Of which kind each entry is, by an example; see `is_like`.
+BY_KIND = (
+    ({}, "model trained optimizer scheduler criterion args format kinds parts"),
+    ({}, "variables sums of_ranks"),
+    (0, "epoch step done seen images global_batch channels ranks trainable"),
+    (0, "virtual_ranks"),
+    ("", "best_of resumed_from sampler training_set path"),
+    (True, "draws_by_rank is_inside"),
+    ((None, 0.0), "seed best"),
+    ((None, [[0]]), "colors"),
+    ([("", True, None)], "best_by"),
+    ([""], "classes"),
+    ([{}], "history"),
+    ([[0.0]], "totals"),
 )
+EXAMPLES = {name: kind for kind, names in BY_KIND for name in names.split()}
 
 
 class Damaged(UserError):
@@ -95,23 +109,47 @@ def read(
     """Return the checkpoint at `path`, tensors on the CPU."""
     state = read_file(path)
     check_entries(path, state, {*keys, "channels"})
-    unknown = state["format"].keys() - Format.__dataclass_fields__.keys()
-    if unknown:
-        names = [str(name) for name in unknown]
-        raise Foreign(f"{path}: of another ddpkit (format has {shorten(names)})")
+    try:
+        parse_keys({**state["format"]})
+    except states.MISFITS as error:
+        reason = reason_of(error, 120)
+        raise Foreign(f"{path}: of another ddpkit (format: {reason})") from None
+    # flags of that start, not of the run
+    for name in OF_A_START:
+        state["args"].pop(name, None)
     return {**state, "path": str(path)}
 
 
 def check_entries(
     path: Path | str, state: State, needed: Iterable[str], whose: str = "this project"
 ) -> None:
-    """Raise Foreign unless a checkpoint has what is `needed`."""
+    """Raise Foreign unless a checkpoint has what is `needed`, and all is of its kind."""
     wrong = [f"no {name}" for name in sorted({*needed} - state.keys())]
+    for name in EXAMPLES.keys() & state.keys():
+        if not is_like(state[name], EXAMPLES[name]):
+            wrong.append(f"another kind of {name}")
     if wrong:
         raise Foreign(
             f"{path}: not a checkpoint of {whose} ({shorten(wrong)}): use last.pt, best.pt, or a "
             "copy of one of them"
         )
+
+
+def is_like(value: object, example: object) -> bool:
+    """Return whether `value` is of the kind of `example`, or of one of a tuple.
+
+    Each entry of a list is of the kind of its first; an integer is a count, of 64 bits.
+    """
+    if isinstance(example, tuple):
+        return any(is_like(value, each) for each in example)
+    if isinstance(example, list):
+        is_list = isinstance(value, list | tuple)
+        return is_list and all(is_like(each, example[0]) for each in value)
+    if isinstance(example, float):
+        return isinstance(value, int | float)
+    if type(example) is int:
+        return type(value) is int and 0 <= value < 2**63
+    return isinstance(value, type(example))
 
 
 def read_file(path: Path | str, known: Sequence[Any] = ()) -> State:
@@ -212,7 +250,7 @@ def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Return the flags that have changed since a checkpoint, such as "--lr 0.1 (was 0.2)"."""
     changed = []
     for name, value in to_plain(dict(now)).items():
-        if name not in then or name in OF_A_START or then[name] == value:
+        if name not in then or then[name] == value:
             continue
         before = "not given" if then[name] is None else then[name]
         changed.append(f"--{name.replace('_', '-')} {value} (was {before})")

@@ -63,8 +63,8 @@ class Parser(argparse.ArgumentParser):
     `@FILE` among the arguments stands for the flags in that file, several in a line if you like;
     a # before a word begins a comment, and $NAME stands for the variable's value. -1,5 is a value,
     not a flag. In a Path or a text ~/ is the home folder: a shell replaces it neither in FILE nor
-    after a = sign. A flag that `set_defaults` has a value for need not be given; one that has a
-    default takes no list or dict in its place.
+    after a = sign. A flag that `set_defaults` has a value for need not be given; the value is read
+    as if it were typed.
 
     parser: an argparse.ArgumentParser whose flags, groups, defaults and texts are taken over.
 
@@ -91,23 +91,24 @@ class Parser(argparse.ArgumentParser):
         self.register("type", None, at_home)  # flags without a type
 
     def set_defaults(self, **defaults: Any) -> None:
-        type_of = {action.dest: action.type for action in self._actions}
+        action_of = {action.dest: action for action in self._actions}
         for name, value in defaults.items():
+            action = action_of.get(name)
+            if action:
+                action.required = False
             before = self.get_default(name)
-            # a text is converted as what is typed, if anything can be typed
-            kinds: tuple = SCALAR if type_of.get(name) else (type(before), int)
-            is_right = value is None or isinstance(value, kinds)
-            if isinstance(before, SCALAR) and not is_right:
+            # without a flag it is of the data, such as a project's crop, which may be None
+            if value is None and (before is None or not action):
+                continue
+            takes_text = action and is_reread(action)
+            kinds = SCALAR if takes_text else (type(before), int)
+            if isinstance(before, SCALAR) and not isinstance(value, kinds):
                 flag = name.replace("_", "-")
                 self.error(f"--{flag}: {value!r:.60} instead of such as {before!r}")
-            if isinstance(value, int | float) and (
-                type_of.get(name) or kinds[0] is str
-            ):
-                defaults[name] = str(value)
+            if takes_text:  # argparse makes the value of it
+                words = value if isinstance(value, list | tuple) else [value]
+                defaults[name] = ",".join(map(str, words))
         super().set_defaults(**defaults)
-        for action in self._actions:
-            if action.dest in defaults:
-                action.required = False
 
     @staticmethod
     def at_least(
@@ -143,10 +144,8 @@ class Parser(argparse.ArgumentParser):
         """Convert auto, or A,B,... to numbers of at least 0, of which one is not 0."""
         if text == "auto":
             return text
-        # also (1.0, 2.5), as Python prints a tuple
-        parts = re.sub(r"[()\s]", "", text).strip(",").split(",")
         with contextlib.suppress(ValueError):
-            values = tuple(float(part) for part in parts)
+            values = tuple(map(float, text.split(",")))
             if all(0 <= value < math.inf for value in values) and any(values):
                 return values
         raise ArgumentTypeError(
@@ -154,11 +153,10 @@ class Parser(argparse.ArgumentParser):
         )
 
     @staticmethod
-    def fold(text: str | Sequence[int]) -> tuple[int, int]:
+    def fold(text: str) -> tuple[int, int]:
         """Convert 2/5, the second of five parts, to numbers."""
-        words = text.split("/") if isinstance(text, str) else text
         with contextlib.suppress(ValueError):
-            number, count = map(int, words)
+            number, count = map(int, re.split("[/,]", text))
             if 1 <= number <= count > 1:
                 return number, count
         raise ArgumentTypeError(
@@ -204,7 +202,7 @@ class Parser(argparse.ArgumentParser):
             path = Path(at_home(word)[1:])
             if not path.exists():
                 raise files.missing(path, "*.txt")
-            text = files.read_text(path, most=files.OF_NOTES)
+            text = files.read_text(path)
             for line in text.splitlines():
                 inner = self.convert_arg_line_to_args(line)
                 words += self._read_args_from_files(inner, [*around, word])
@@ -242,6 +240,17 @@ class Parser(argparse.ArgumentParser):
             if name not in os.environ:
                 self.error(f"@FILE, line {arg_line!r}: the variable {name} is not set")
         return [os.path.expandvars(word) for word in words]
+
+
+def is_reread(action: argparse.Action) -> bool:
+    """Return whether a flag takes as text, too, what it has made of text.
+
+    A type of the user's own may not: 50 % as 0.5, for instance.
+    """
+    is_known = action.type in (*SCALAR, None)
+    is_known |= getattr(action.type, "__module__", "") == __name__
+    is_one = action.nargs in (None, "?") and isinstance(action, argparse._StoreAction)
+    return is_known and is_one
 
 
 def elsewhere(word: str, known: Container[str] = ()) -> str:

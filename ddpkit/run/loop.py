@@ -20,7 +20,7 @@ from ddpkit.errors import NoLabelsError, UserError
 from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run import agreement, checkpoint, finite, states
 from ddpkit.run.best import Best
-from ddpkit.run.checkpoint import KEYS, OTHER_RUN
+from ddpkit.run.checkpoint import OTHER_RUN
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps
 from ddpkit.run.folder import RunFolder
@@ -35,22 +35,6 @@ from ddpkit.run.progress import (
 from ddpkit.run.resuming import IN_LOOP, Checkpoints, Phase, Steps, is_later
 from ddpkit.run.states import State
 
-# of a checkpoint, besides KEYS
-OTHER_KEYS = {
-    *(
-        "trained",
-        "criterion",
-        "sampler",
-        "totals",
-        "training_set",
-        "colors",
-        "best_by",
-        "path",
-    ),
-    *("trainable", "sums", "of_ranks", "ranks", "draws_by_rank", "done", "is_inside"),
-    "virtual_ranks",
-    "variables",
-}
 # of the loss; reading it at every step would stall the device
 SECONDS_BETWEEN_CHECKS = 5
 Row = Mapping[str, float | str]  # of metrics.csv
@@ -278,7 +262,7 @@ class Run(Checkpoints):
 
     def _parts(self, scheduler: object, criterion: object, more: State) -> State:
         """Return what is saved: with an average of the weights also those that are averaged."""
-        taken = more.keys() & {*KEYS, *OTHER_KEYS}
+        taken = more.keys() & checkpoint.EXAMPLES.keys()
         if taken:
             raise UserError(
                 f"Run({min(taken)}=...): checkpoints have an entry of that name"

@@ -253,7 +253,8 @@ class Checkpoints:
         self.folder = folder
         state = folder.state or {}
         if state:
-            self._load(state)
+            with states.fitting(state["path"], "this script", TO_UNDO):
+                self._load(state)
         self.variables.saved = state.get("variables", {})
         self.trainable_then: int = state.get("trainable", 0)
         folder.open_for_training([*self.parts, "parts"])

@@ -124,11 +124,15 @@ class ResizedCenterCrop(Crop):
 
     As v2.Resize(size / crop) and v2.CenterCrop(size), but reads only that part.
 
+    Raises a UserError for a share of 0 or less, or above 1.
+
         v2.Compose([ddpkit.ResizedCenterCrop(224, crop=0.875)])
     """
 
     def __init__(self, size: int, crop: float | None = 0.875) -> None:
         super().__init__(size)
+        if crop is not None and not 0 < crop <= 1:
+            raise UserError(f"crop {crop}: give a share above 0, and at most 1")
         self.crop = crop
 
     def place(self, height: int, width: int) -> Box:

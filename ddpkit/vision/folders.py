@@ -548,6 +548,7 @@ def _read_row(
         value = row[name]
         if not value:
             raise UserError(f"{line}: no {name}; add it")
+        lists.refuse_missing(line, name, lists.labels_in(value, SEPARATOR))
         if name in FILE_COLUMNS:
             value = os.path.join(root, value)  # one from the root stays as it is
             if not os.path.isfile(value):

@@ -13,6 +13,20 @@ from ddpkit.vision import places
 
 # in small letters
 PART_COLUMNS = {"split", "subset", "set", "part", "partition", "data set"}
+# What programs write for a value that is missing; none, in small letters, is a word of people's.
+MISSING = {
+    "nan",
+    "NaN",
+    "NaT",
+    "None",
+    "NULL",
+    "null",
+    "NA",
+    "N/A",
+    "n/a",
+    "<NA>",
+    "#N/A",
+}
 Row = dict[str, str]
 Rows = Iterator[tuple[int, Row]]  # with the numbers of their lines
 
@@ -31,21 +45,19 @@ def parse_rows(text: str, path: Path | None = None) -> Rows:
     # a cell of runs or labels has blanks within
     separator = max(",;\t", key=first.count)
     csv.field_size_limit(2**31 - 1)  # runs of a large mask are one cell
-    lines = io.StringIO(text, newline="")
-    table = csv.DictReader(lines, delimiter=separator, restval="")
-    names = [name.strip() for name in table.fieldnames or ()]
-    table.fieldnames = names
+    table = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    names = [name.strip() for name in next(table, ())]
     twice = [name for name, count in Counter(names).items() if name and count > 1]
     if path and twice:
         raise UserError(f"{path}: column {twice[0]} is twice; rename one of them")
     for cells in table:
-        beyond = cells.pop(None, [])
-        if path and any(beyond):
+        if path and any(cells[len(names) :]):
             raise UserError(
                 f"{path}, line {table.line_num}: more cells than the first line has columns; put "
                 "quotes around a cell with the separator in it"
             )
-        row = {name: cell.strip() for name, cell in cells.items()}
+        cells += [""] * (len(names) - len(cells))
+        row = dict(zip(names, map(str.strip, cells), strict=False))
         if any(row.values()):
             yield table.line_num, row
 
@@ -74,3 +86,12 @@ def labels_in(cell: str, separators: str) -> list[str]:
     """Return the labels in a cell, between any of the letters `separators`."""
     labels = map(str.strip, re.split(f"[{separators}]", cell))
     return list(filter(None, labels))
+
+
+def refuse_missing(where: object, column: str, labels: Iterable[str]) -> None:
+    """Raise a UserError if one of the labels in a row is a missing value."""
+    for label in MISSING.intersection(labels):
+        raise UserError(
+            f"{where}: {column} is {label}, as programs write what is missing; remove the row, or, "
+            "if that is meant, write it otherwise, such as none"
+        )

@@ -31,6 +31,7 @@ BLACK = [0, 0, 0]
 WHITE = [255, 255, 255]
 GREYS = [[value] * 3 for value in range(256)]
 OF_8_BITS = ("1", "L", "P")  # modes of Pillow
+MOST_OF_LISTS = 1 << 18  # bytes of a list of classes
 KEYS = 2**24  # colours that a table has room for
 KNOWN = 256  # the bit above those of a class number
 LOSSY = ("JPEG", "MPO", "AVIF", "HEIF")  # formats of Pillow
@@ -119,7 +120,7 @@ def find_list(folder: Path) -> Path | None:
 
 def read_lines(path: Path) -> list[str]:
     """Return the lines of classes.txt; those of another list as classes.txt would have them."""
-    lines = files.read_file(path).decode("utf-8-sig", "replace").splitlines()
+    lines = files.read_text(path, "replace", MOST_OF_LISTS).splitlines()
     if path.name == "classes.txt":
         return lines
     if path.suffix.lower() == ".csv":

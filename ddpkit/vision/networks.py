@@ -112,7 +112,7 @@ def try_forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outp
         # which leaves BatchNorm's statistics as they are
         with replicas.in_evaluation(model):
             return model(torch.zeros(1, channels, size, size, device=device))
-    except (AssertionError, RuntimeError, ValueError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         line = f"this network cannot take images of {size} x {size} pixels"
         raise UserError(f"{line} ({reason_of(error)}): {remedy}") from None
 

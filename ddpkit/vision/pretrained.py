@@ -106,8 +106,11 @@ def try_to_fetch(name: str, fetch: Fetch) -> Tensors | str:
 
 def read_tensors(path: str) -> Tensors:
     """Return the tensors in a file of torch.save or safetensors, by their names and its keys."""
-    with files.open_file(path, sys.maxsize) as file:
-        is_safe = file.read(9)[8:] == b"{"  # of JSON, after its length
+    try:
+        with files.open_file(path, sys.maxsize) as file:
+            is_safe = file.read(9)[8:] == b"{"  # of JSON, after its length
+    except OSError as error:
+        raise files.failure(path, error, "read") from None
     if is_safe:
         from safetensors.torch import load
 

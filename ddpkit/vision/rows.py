@@ -40,7 +40,7 @@ def recorded_rows(folder: Path, epochs: float = math.inf) -> list[Row]:
     rows: list[Row] = []
     if not path.is_file():  # nor a pipe, which may not end
         return rows
-    text = files.read_text(path, "surrogateescape", files.OF_NOTES).replace("\0", "")
+    text = files.read_text(path, "surrogateescape").replace("\0", "")
     with contextlib.suppress(csv.Error):
         for cells in csv.DictReader(io.StringIO(text, newline=""), restval=""):
             row = {

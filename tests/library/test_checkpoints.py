@@ -4,6 +4,7 @@ import copy
 import errno
 import functools
 import io
+import math
 import os
 import random
 import re
@@ -35,13 +36,14 @@ from ddpkit.data.format import MEAN, STD, Format
 from ddpkit.errors import DiskError, LineError, UserError
 from ddpkit.ranks import distributed, protocol
 from ddpkit.run import checkpoint, states
-from ddpkit.run.folder import KEYS, RunFolder
+from ddpkit.run.checkpoint import EXAMPLES, KEYS
+from ddpkit.run.folder import RunFolder
 from ddpkit.vision import pretrained
 
 
 def whole(**entries: object) -> dict:
     """What a checkpoint has to hold, but empty."""
-    return dict.fromkeys(KEYS, 0) | {"format": {}} | entries
+    return {name: EXAMPLES[name] for name in KEYS} | {"seed": 0, "best": 0.0} | entries
 
 
 def save(folder: Path, epoch: int, is_best: bool = False) -> None:
@@ -338,6 +340,54 @@ def test_what_no_run_writes(tmp_path: Path) -> None:
     torch.save(state, path)
     with refusal("checkpoint.check_entries", path, "no history"):
         RunFolder(tmp_path)._search()
+
+
+@pytest.mark.parametrize("name", sorted(checkpoint.EXAMPLES))
+def test_entries_of_another_kind(name: str, tmp_path: Path) -> None:
+    """As a stranger's file may have them; they are told before anything uses them."""
+    values = [None, "x", [1], [["a"], {}], {"a": 1}, -1, 10**30, math.nan, True, 0]
+    kinds = set()
+    for value in values:
+        if checkpoint.is_like(value, EXAMPLES[name]):
+            kinds.add(type(value))
+            continue
+        torch.save(whole(**{name: value}), tmp_path / "best.pt")
+        for read in (
+            RunFolder(tmp_path).best,
+            lambda: RunFolder(tmp_path).best_score("x"),
+        ):
+            found = None
+            try:
+                found = read()
+            except checkpoint.Foreign as error:
+                assert (
+                    f"best.pt: not a checkpoint of this project (another kind of {name})"
+                    in error.line
+                )
+            assert found is None
+    assert len(kinds) < 4
+
+
+def test_entries_that_cannot_be_meant(tmp_path: Path) -> None:
+    """Of the right kind, but not of this script: a line, not a traceback."""
+    model = nn.Linear(2, 2)
+    ddpkit.Checkpoints(tmp_path, model=model).save()
+    path = tmp_path / "last.pt"
+    good = torch.load(path, weights_only=True)
+    for entry in {"parts": {"model": 3}}, {"of_ranks": {"model": {}, "x": 3}}:
+        torch.save(good | entry, path)
+        with refusal("states.fitting", path, "does not fit"):
+            ddpkit.Checkpoints(tmp_path, model=nn.Linear(2, 2))
+
+
+def test_formats_of_another_kind(tmp_path: Path) -> None:
+    for name, value in {
+        **{"channels": -1, "mean": "x", "std": [0, 0, 0], "value_range": [1]},
+        **{"max_megapixels": math.nan, "other": 1},
+    }.items():
+        torch.save(whole(format={name: value}), tmp_path / "best.pt")
+        with refusal("checkpoint.read", "best.pt", "of another ddpkit (format: "):
+            RunFolder(tmp_path).best()
 
 
 def states_of(parts: dict) -> dict:

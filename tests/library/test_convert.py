@@ -1473,6 +1473,13 @@ def test_turned_boxes_and_key_points(tmp_path: Path) -> None:
         ("t.zip", "PK", "unzip it"),
         ("cifar-10-batches-py/data_batch_1", "", "torchvision.datasets.CIFAR10"),
         ("train-images-idx3-ubyte.gz", "", "torchvision.datasets.MNIST"),
+        (
+            "output.manifest",
+            {"source-ref": "s3://b/a.jpg"},
+            "a manifest; write columns",
+        ),
+        ("train.jsonl", {"image_url": "a.jpg", "label": "a"}, "a manifest; write"),
+        ("labels.json", {"classes": ["a"], "labels": {"a": 0}}, "FiftyOne; export it"),
     ],
 )
 def test_what_is_not_taken(
@@ -1485,6 +1492,142 @@ def test_what_is_not_taken(
     line = refusal(source)
     assert name in line
     assert words in line
+
+
+def test_missing_values(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As programs write them they are no labels; none is a word of people's."""
+    source = tmp_path / "set"
+    for n in "0123":
+        save(source / f"{n}.jpg")
+    for text in "nan", "NaN", "None", "N/A", "NA", "<NA>", "NULL", "null":
+        write(source / "l.csv", f"id,label\n0,a\n1,{text}\n2,a\n3,b\n")
+        line = refusal(source)
+        assert f"l.csv, line 3: label is {text}, as programs write" in line
+        assert "remove the row" in line
+    write(source / "l.csv", "id,label,group\n0,a,nan\n1,b,p\n2,a,p\n3,b,q\n")
+    assert "line 2: group is nan" in refusal(source)
+    write(source / "l.csv", "id,label\n0,a;nan\n1,b\n2,a;b\n3,b\n")
+    assert "line 2: label is nan" in refusal(source)
+    write(source / "l.csv", "id,class,rle\n0,a,1 5 20 5\n1,nan,1 5 20 5\n")
+    assert "row 3: class is nan" in refusal(source)
+    (source / "l.csv").unlink()
+    rows = [{"file_name": f"{n}.jpg", "label": label} for n, label in enumerate("aba")]
+    rows[2]["label"] = float("nan")
+    write(source / "metadata.jsonl", "\n".join(map(json.dumps, rows)))
+    assert "line 3: label is nan" in refusal(source)
+    (source / "metadata.jsonl").unlink()
+    write(source / "l.csv", "id,label\n0,none\n1,scratch\n2,none\n3,\n")
+    assert "skipped: 1 images without a label: 3.jpg" in converted(source, capsys)
+    expected = {"train/none": ["0.jpg", "2.jpg"], "train/scratch": ["1.jpg"]}
+    assert folders_of(tmp_path / "out") == expected
+    # a list for training
+    write(source / "train.csv", "file,label\n0.jpg,a\n1.jpg,NaN\n")
+    with pytest.raises(UserError, match=r"train\.csv, line 3: label is NaN"):
+        folders.find_classes(source)
+
+
+def test_a_class_without_a_name(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    coco(source)
+    for path in source.glob("annotations/*.json"):
+        path.write_text(path.read_text().replace('"dog"', "null"))
+    assert "a class is null, without a name" in refusal(source)
+    shutil.rmtree(source)
+    yolo(source)
+    with open(source / "data.yaml", "a") as file:
+        file.write("names: [cat, null]\n")
+    assert "a class is null, without a name" in refusal(source)
+    shutil.rmtree(source)
+    labelme(source)
+    text = (source / "a.json").read_text()
+    write(source / "a.json", text.replace('"dog"', "null").replace('"cat"', "null"))
+    refusal(source)
+
+
+def test_a_table_without_names_of_columns(tmp_path: Path) -> None:
+    """Its first image would be lost."""
+    source = tmp_path / "set"
+    for n in "01234567":
+        save(source / f"{n}.jpg")
+    write(
+        source / "l.csv", "".join(f"{n}.jpg,{'ab'[int(n) % 2]}\n" for n in "01234567")
+    )
+    assert "l.csv: its first line names an image; write" in refusal(source)
+
+
+def test_trimaps_are_no_class(tmp_path: Path) -> None:
+    """Of Oxford-IIIT Pet: annotations/trimaps has numbers of three classes."""
+    source = tmp_path / "set"
+    for name in "abc":
+        save(source / f"images/{name}.jpg")
+        save(source / f"annotations/trimaps/{name}.png", two_boxes(2, 3) + 1)
+    line = refusal(source)
+    assert "trimaps" in line
+    assert "has numbers of several classes, so it is no mask of one" in line
+
+
+def test_class_folders(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As YOLO's classification and others have them: training reads them as they are."""
+    source = tmp_path / "set"
+    parts = "train", "val", "test"
+    for folder in ("", "archive"):
+        for part in parts:
+            for name in "cat", "dog":
+                save(source / folder / part / name / f"{part}{name}.jpg")
+        words = "if cat, dog are classes, it is as training takes it: python -m ddpkit"
+        line = refusal(source)
+        assert f"{source / folder}: {words} check {source / folder}" in line
+        assert not capsys.readouterr().out
+        for part in parts:
+            shutil.rmtree(source / folder / part)
+    for name in "cat", "dog":
+        save(source / name / "1.jpg")
+    assert f"check {source}" in refusal(source)
+    shutil.rmtree(source)
+    # of images and of labels, which are no masks
+    save(source / "images/a.png")
+    write(source / "labels/a.txt", "0 0.1 0.1 0.5 0.1 0.5 0.5\n")
+    assert "no format that is known" in refusal(source)
+
+
+def test_links_to_lists_of_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """One out of the source is not read, whatever its name."""
+    source = tmp_path / "set"
+    cvat_mask(source)
+    for name in "labelmap.txt", "classes.txt", "class_dict.csv", "label_colors.txt":
+        (source / "labelmap.txt").unlink(missing_ok=True)
+        save(tmp_path / "elsewhere/x.png")
+        write(tmp_path / f"elsewhere/{name}", "name,r,g,b\nsecret,0,0,0\nb,250,50,83\n")
+        (source / name).symlink_to(tmp_path / "elsewhere" / name)
+        line = refusal(source)
+        said = capsys.readouterr().out
+        assert f"skipped: 1 links that lead out of {source}" in said
+        assert "secret" not in line + said
+        (source / name).unlink()
+
+
+def test_files_that_take_long(tmp_path: Path) -> None:
+    """Lists of 2 GB, and numbers of classes that no mask has, are refused at once."""
+    source = tmp_path / "set"
+    save(source / "images/a.png")
+    save(source / "labels/a_P.png", two_boxes())
+    write(source / "train.csv", "file,label\na.png,x\n")
+    os.truncate(source / "train.csv", 2 * 10**9)
+    start = time.monotonic()
+    line = refusal(source)
+    assert (
+        "train.csv: cannot be read (2,000,000,000 bytes, more than 268,435,456" in line
+    )
+    (source / "train.csv").unlink()
+    write(source / "codes.txt", "".join(f"c{n}\n" for n in range(10**6)))
+    assert "codes.txt: cannot be read (" in refusal(source)
+    (source / "codes.txt").unlink()
+    write(source / "data.yaml", "nc: 1000000000000\ntrain: images\n")
+    write(source / "labels/a.txt", "0 0.1 0.1 0.5 0.1 0.5 0.5\n")
+    assert "needs 2 to 255" in refusal(source)
+    assert time.monotonic() - start < 30
 
 
 def lists_of(out: Path) -> dict[str, str]:

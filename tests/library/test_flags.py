@@ -82,7 +82,7 @@ def test_mistakes(words):
     for fold in "2", "0/5", "6/5", "1/1", "a/b":
         with pytest.raises(ArgumentTypeError, match=fold):
             flags.Parser.fold(fold)
-    assert flags.Parser.fold("2/5") == flags.Parser.fold((2, 5)) == (2, 5)
+    assert flags.Parser.fold("2/5") == flags.Parser.fold("2,5") == (2, 5)
 
 
 OTHER_WORDS = {
@@ -337,6 +337,28 @@ def test_values_of_another_kind():
         **{"arch": "3", "lr": 1, "size": 4, "output": Path("there"), "own": [1]},
         **{"tta": False, "several": False, "crop": None},
     }
+    for name in "arch", "size", "tta":
+        with refusal("flags.error", f"--{name}: None instead of"):
+            parser.set_defaults(**{name: None})
+    # what a type has made of text, it makes of it again; another's may not
+    parser.add_argument("--fold", type=parser.fold)
+    parser.add_argument("--class-weights", type=parser.class_weights)
+    parser.add_argument("--share", type=lambda text: float(text) / 100)
+    parser.add_argument("--sizes", type=int, nargs="+")
+    saved = {"fold": (2, 5), "class_weights": [1.0, 2.5], "share": 0.5, "sizes": [1, 2]}
+    parser.set_defaults(**saved)
+    found = parser.parse_args([])
+    assert (found.fold, found.class_weights) == ((2, 5), (1.0, 2.5))
+    assert (found.share, found.sizes) == (0.5, [1, 2])
+    for name, value in {
+        **{"fold": {"a": 1}, "class_weights": [["a"], {}], "lr": [0.1, 0.2]},
+        "size": float("nan"),
+    }.items():
+        parser.set_defaults(**saved, lr=0.1, size=3)
+        parser.set_defaults(**{name: value})
+        with refusal("flags.error", f"--{name.replace('_', '-')}: "):
+            parser.parse_args([])
+    parser.set_defaults(**saved, lr=0.1)
     for size, words in ("x", "x is not an integer"), (1e300, "1e+300 is not an"):
         parser.set_defaults(size=size)
         with refusal("flags.error", "--size", words):

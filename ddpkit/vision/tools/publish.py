@@ -17,7 +17,6 @@ from ddpkit.errors import UserError, escape, reason_of
 from ddpkit.ranks import process
 from ddpkit.run import checkpoint
 from ddpkit.run.file_names import SHOWN
-from ddpkit.run.flags import OF_A_START
 from ddpkit.run.states import State
 from ddpkit.vision.rows import OF_TUNING, only_numbers, recorded_rows
 from ddpkit.vision.tools import arguments
@@ -178,7 +177,7 @@ def used_flags(used: dict[str, object]) -> list[str]:
         words = ["--data", given["data"]]
     defaults = vars(process.own("flags").parse_args([], given))
     for name, value in used.items():
-        if name in ("data", "output_dir", *OF_A_START):
+        if name in ("data", "output_dir"):
             continue
         if value != defaults.get(name, value):  # newer flags may lack it
             words.append(f"--{name.replace('_', '-')}")
