@@ -32,7 +32,7 @@ NEEDED = """model optimizer scheduler kinds args format classes history epoch st
     images global_batch channels seed best best_of resumed_from"""
 KEYS = NEEDED.split()
 # Of which kind each entry is, by an example; see `is_like`.
-BY_KIND = (
+BY_KIND: tuple[tuple[object, str], ...] = (
     ({}, "model trained optimizer scheduler criterion args format kinds parts"),
     ({}, "variables sums of_ranks"),
     (0, "epoch step done seen images global_batch channels ranks trainable"),
@@ -143,8 +143,9 @@ def is_like(value: object, example: object) -> bool:
     if isinstance(example, tuple):
         return any(is_like(value, each) for each in example)
     if isinstance(example, list):
-        is_list = isinstance(value, list | tuple)
-        return is_list and all(is_like(each, example[0]) for each in value)
+        if not isinstance(value, list | tuple):
+            return False
+        return all(is_like(each, example[0]) for each in value)
     if isinstance(example, float):
         return isinstance(value, int | float)
     if type(example) is int:
