@@ -321,7 +321,7 @@ class Run(Checkpoints):
         """Return what decides which images follow, besides the epoch and `seen`."""
         return {**self.source.order, "global_batch": self.source.global_batch}
 
-    def _take_loader(self, loader: Any) -> None:
+    def _take_loader(self, loader: object) -> None:
         """Read this one from here on; a run that resumes with others starts its epoch over."""
         if loader is not self.train_loader:
             agreement.check_alike(self.classes, training=loader)
@@ -464,7 +464,7 @@ class Run(Checkpoints):
 
     # The steps of an epoch.
 
-    def steps(self, loader: Any, /, *networks: nn.Module) -> Steps:
+    def steps(self, loader: object, /, *networks: nn.Module) -> Steps:
         """Return a loop over the optimizer steps that are left of the epoch: (step, batches).
 
         loader: that of Run, or another one for this epoch, as of larger images.

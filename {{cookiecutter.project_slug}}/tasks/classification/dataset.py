@@ -46,7 +46,7 @@ def train_transform(
         [
             # As v2's, but a JPEG is decoded no larger than the result needs: much
             # faster.
-            ddpkit.RandomResizedCrop(size, scale=(scale, 1), ratio=(3 / 4, 4 / 3)),
+            ddpkit.RandomResizedCrop(size, scale=(scale, 1)),
             v2.RandomHorizontalFlip(hflip),
             *augment,
         ]
