@@ -118,7 +118,7 @@ def parse_keys(found: dict[str, Any]) -> Format:
     # what is not given stands for something right
     low, high = format.value_range or (0, 1)
     count = format.channels or 3
-    usual = (0.5,) * count
+    usual = (0.5,) * min(count, 2**16)  # a file may name any number
     mean = usual if format.mean is None else format.mean
     std = usual if format.std is None else format.std
     is_right = len(mean) == len(std) == count and low < high and min(std) > 0

@@ -365,7 +365,7 @@ def test_entries_of_another_kind(name: str, tmp_path: Path) -> None:
                     in error.line
                 )
             assert found is None
-    assert len(kinds) < 4
+    assert len(kinds) < 5
 
 
 def test_entries_that_cannot_be_meant(tmp_path: Path) -> None:

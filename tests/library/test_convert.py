@@ -1580,6 +1580,7 @@ def test_class_folders(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         assert not capsys.readouterr().out
         for part in parts:
             shutil.rmtree(source / folder / part)
+    shutil.rmtree(source)
     for name in "cat", "dog":
         save(source / name / "1.jpg")
     assert f"check {source}" in refusal(source)

@@ -354,10 +354,12 @@ def test_values_of_another_kind():
         **{"fold": {"a": 1}, "class_weights": [["a"], {}], "lr": [0.1, 0.2]},
         "size": float("nan"),
     }.items():
+        argparse.ArgumentParser.set_defaults(parser, **dict.fromkeys(saved))
         parser.set_defaults(**saved, lr=0.1, size=3)
         parser.set_defaults(**{name: value})
         with refusal("flags.error", f"--{name.replace('_', '-')}: "):
             parser.parse_args([])
+    argparse.ArgumentParser.set_defaults(parser, **dict.fromkeys(saved))
     parser.set_defaults(**saved, lr=0.1)
     for size, words in ("x", "x is not an integer"), (1e300, "1e+300 is not an"):
         parser.set_defaults(size=size)
