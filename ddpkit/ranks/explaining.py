@@ -25,7 +25,7 @@ from ddpkit.ranks.protocol import ANSWER, ANSWER_SECONDS, ASKED
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # Where a rank is, is not said by these files, but by what calls them.
-BELOW = (f"ddpkit{os.sep}", "distributed.py")
+BELOW = (f"ddpkit{os.sep}", "ddp.py")
 # Where a hang usually comes from
 NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"
 LATE = "usually slow or stuck input, or work of one rank alone, such as evaluate()"

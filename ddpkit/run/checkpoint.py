@@ -43,7 +43,7 @@ BY_KIND: tuple[tuple[object, str], ...] = (
     ((None, [[0]]), "colors"),
     ([("", True, None)], "best_by"),
     ([""], "classes"),
-    ([{}], "history"),
+    ([{}], "history settings"),
     ([[0.0]], "totals"),
 )
 EXAMPLES = {name: kind for kind, names in BY_KIND for name in names.split()}

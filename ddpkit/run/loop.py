@@ -189,6 +189,7 @@ class Run(Checkpoints):
         self.first_place = self._place()
         self.place = self.first_place  # that of the images that are `seen`
         self.last_lr_step: int | None = None  # of the scheduler in a checkpoint
+        self.settings = states.settings(optimizer)  # before those of a checkpoint
         self.seen = 0
         self.sums = Sums(self.source.ranks, report.steps.every > 0)
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
@@ -291,6 +292,7 @@ class Run(Checkpoints):
             "args": self.flags,
             "format": dataclasses.asdict(normalizing.format_of(self.val_loader)),
             "channels": getattr(self.val_loader, "channels", 3),
+            "settings": self.settings,
         }
         return checkpoint.to_plain(about)
 

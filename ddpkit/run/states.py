@@ -129,6 +129,18 @@ def by_name(optimizer: Optimizer, names: Names) -> State:
     return {**state, "state": moments, "param_groups": groups, WITHIN: within}
 
 
+def settings(optimizer: Optimizer) -> list[State]:
+    """Return the plain settings of each group, such as weight decay, but for the weights."""
+    groups = []
+    for group in optimizer.param_groups:
+        own = {key: each for key, each in group.items() if key != "params"}
+        are_plain = {
+            key: {*map(type, leaves_of(each))} <= PLAIN for key, each in own.items()
+        }
+        groups.append({key: each for key, each in own.items() if are_plain[key]})
+    return groups
+
+
 def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
     """Return the optimizers that are attributes of another one, by name, as SAM has one."""
     attributes = vars(optimizer).items()
@@ -205,8 +217,9 @@ def load_states(
 ) -> None:
     """Give each of the parts its state, of those `saved` in a checkpoint.
 
-    step: of a run whose optimizer and LambdaLR follow its flags: settings and rates are those of
-        now, at this step. None, or with another scheduler: they are as saved.
+    step: of a run whose optimizer and LambdaLR follow its flags: a setting that was made with
+        another value then, and rates, are those of now, at this step. None, or with another
+        scheduler: they are as saved.
 
     Raises a UserError with the `remedy` if a state is not of such a part.
     """
@@ -236,8 +249,10 @@ def load_states(
             elif isinstance(part, nn.Module):
                 load_module(part, state)
             elif isinstance(part, Optimizer):
-                keeps_settings = by_flags and name == "optimizer"
-                load_optimizer(part, state, names, keeps_settings)
+                first = None  # as saved
+                if by_flags and name == "optimizer":
+                    first = checkpoint.get("settings", [])
+                load_optimizer(part, state, names, first)
             elif state:  # it has none of a GradScaler that was off
                 part.load_state_dict(state)
 
@@ -272,11 +287,12 @@ def follow(scheduler: LambdaLR, step: int) -> None:
 
 
 def load_optimizer(
-    optimizer: Optimizer, saved: State, names: Names, keeps_settings: bool
+    optimizer: Optimizer, saved: State, names: Names, first: list[State] | None
 ) -> None:
     """Give an optimizer, and those within it, what `by_name` has returned.
 
-    Groups that a script has added, as of weights that it unfreezes, are added again.
+    Groups that a script has added, as of weights that it unfreezes, are added again. first: as for
+    `fitted`.
     """
     own = by_name(optimizer, names)["param_groups"]
     there = {name for group in own for name in group["params"]}
@@ -296,11 +312,11 @@ def load_optimizer(
     within = inner(optimizer)
     then = {key: each.param_groups for key, each in within.items()}
     before = map(id, optimizer.param_groups)
-    optimizer.load_state_dict(fitted(saved, optimizer, names, keeps_settings))
+    optimizer.load_state_dict(fitted(saved, optimizer, names, first))
     loaded = dict(zip(before, optimizer.param_groups, strict=True))
     for key, state in saved.get(WITHIN, {}).items():
         if key in within:
-            load_optimizer(within[key], state, names, keeps_settings)
+            load_optimizer(within[key], state, names, first and [])
     # Settings that they had in common they have in common: a scheduler changes both.
     for key, each in within.items():
         pairs = zip(then[key], each.param_groups, strict=True)
@@ -308,13 +324,14 @@ def load_optimizer(
 
 
 def fitted(
-    saved: State, optimizer: Optimizer, names: Names, keeps_settings: bool
+    saved: State, optimizer: Optimizer, names: Names, first: list[State] | None
 ) -> State:
     """Return the `saved` state of an optimizer as its load_state_dict() takes it.
 
     That takes names in place of numbers, too, in the order of its weights.
 
-    keeps_settings: those of now, such as weight decay.
+    first: the `settings` with which the saved one was made: what is made with other values now is
+        as now, and what has changed since is as saved. None: all as saved.
     """
     now = by_name(optimizer, names)["param_groups"]
     then = saved["param_groups"]
@@ -323,9 +340,14 @@ def fitted(
         counts = f"{sizes(then)} weights and have {sizes(now)}"
         raise ValueError(f"groups had {counts}, or others")
     groups = []
-    for old, group in zip(then, now, strict=True):
-        kept = group.keys() if keeps_settings else group.keys() & OF_THE_RUN
-        groups.append(old | {key: group[key] for key in kept})
+    for number, (old, group) in enumerate(zip(then, now, strict=True)):
+        kept = {key: group[key] for key in group.keys() & OF_THE_RUN}
+        if first is not None:
+            made = first[number] if number < len(first) else {}
+            for key, value in group.items():
+                if key not in made or made[key] != value:
+                    kept[key] = value
+        groups.append(old | kept)
     moments: State = {}
     without: list[str] = []
     known = [name for group in now for name in group["params"]]

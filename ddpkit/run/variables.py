@@ -71,6 +71,13 @@ class LoopVariables:
         if not distributed.is_rank_zero():
             return
         self.at_start = checksums(run, parts)
+        counts = {None, short_hash(epoch), short_hash(epoch + 1)}
+        if self.at_start.get("epoch") not in counts and "epoch" not in self.said:
+            self.said.add("epoch")
+            distributed.print0(
+                f"warning: the variable epoch is not {epoch}, the epoch of this run: a run that "
+                f"resumes does not begin with 0; loop over {self.name}.epochs(...)"
+            )
         if self.saved:
             self._say_anew(is_within)
         elif self.first:

@@ -210,7 +210,8 @@ class Reporter:
             distributed.print0(skipped)
         total = self.epochs * source.steps
         if source.steps < FEW_STEPS and total < USUAL_STEPS:
-            smaller = max(run.batch_size // 4, 1)
+            # BatchNorm needs some
+            smaller = max(run.batch_size // 4, min(run.batch_size, 4))
             most = USUAL_STEPS * smaller // (source.steps * run.batch_size) + 1
             epochs = max(most, self.epochs)
             distributed.print0(

@@ -100,6 +100,7 @@ def train(out: Path, dies_after: int = 0) -> tuple[Any, list, ddpkit.Run]:
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
+                optimizer.param_groups[0]["weight_decay"] += 0.01
                 numbers.steps.append(step)
                 numbers.common.append(run.common.random())
                 numbers.own.append(run.own.random())
