@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import UnidentifiedImageError
-from tqdm import tqdm
 
 from ddpkit import files
 from ddpkit.convert.labels import (
@@ -27,6 +26,7 @@ from ddpkit.convert.objects import Drawing
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks.cpus import cpus
 from ddpkit.vision import folders, images, masks, pictures
+from ddpkit.vision.bars import tqdm
 
 # Colours for void, of which the first is taken that no class has
 OF_VOID = [(255, 255, 255), (224, 224, 192), (128, 128, 128)]

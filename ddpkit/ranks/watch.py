@@ -91,6 +91,9 @@ def _stop() -> None:
         thread.is_over = True
         thread.wakeup.send(b"\0")
         thread.join(1)
+        if not thread.is_alive():
+            thread.socket.close()
+            thread.wakeup.close()
 
 
 def hand_over(*_: object) -> None:

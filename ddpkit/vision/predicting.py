@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
-from tqdm import tqdm
 
 from ddpkit import files
 from ddpkit.data import loading, normalizing
@@ -23,6 +22,7 @@ from ddpkit.ranks import devices, distributed
 from ddpkit.ranks.replicas import uncompiled
 from ddpkit.run import checkpoint
 from ddpkit.vision import folders, lists, networks
+from ddpkit.vision.bars import tqdm
 from ddpkit.vision.images import LazyImage, open_image, visible
 from ddpkit.vision.masks import Classes
 from ddpkit.vision.pictures import draw_legend, drawing, overlay, paint

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ddpkit import files, version
 from ddpkit.data import loading, samples
@@ -30,6 +29,7 @@ from ddpkit.run import checkpoint
 from ddpkit.run.file_names import EPOCHS, EVALUATED, EVENTS, SHOWN, remove_images
 from ddpkit.run.loop import Run
 from ddpkit.vision import images, pictures
+from ddpkit.vision.bars import tqdm
 from ddpkit.vision.beside import Beside
 from ddpkit.vision.mistakes import (
     MEASURES,

@@ -9,11 +9,12 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+from generated import ROOT, Command, wait_for
 from generated import children as living
-from generated import wait_for
 from ranks import fork, on_ranks, wait
 from torch.utils.data import DataLoader
 
@@ -189,3 +190,24 @@ def test_a_pool_in_evaluation(project, few, tmp_path):
     assert done.statuses == [75, 75]
     assert done.left == []
     assert "SIGINT: stopped and saved at epoch" in done.out
+
+
+LEAVES = """
+import multiprocessing, os
+multiprocessing.set_start_method("forkserver")  # as Python 3.14 has it by default
+from {module} import tqdm
+tqdm(total=2).update()
+os._exit(75)
+"""
+
+
+def test_progress_bars_leave_no_semaphore(tmp_path: Path) -> None:
+    """A rank that is stopped exits at once: Python's resource tracker has nothing to warn of."""
+    said = {}
+    for module in "tqdm", "ddpkit.vision.bars":
+        command = [sys.executable, "-c", LEAVES.format(module=module)]
+        done = Command(command, tmp_path, PYTHONPATH=str(ROOT)).end()
+        assert done.status == 75
+        said[module] = done.err
+    assert "leaked semaphore" in said["tqdm"]
+    assert "leaked semaphore" not in said["ddpkit.vision.bars"]

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from ddpkit import files
 from ddpkit.data import loading
@@ -31,6 +30,7 @@ from ddpkit.data.samples import MapDataset
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
 from ddpkit.vision import folders, lists
+from ddpkit.vision.bars import tqdm
 from ddpkit.vision.masks import (
     VOID,
     Labels,
