@@ -104,7 +104,8 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     )
     assert "train     13 images; " in done.out
     assert "test      3 images; " in done.out
-    assert "share of the images, in train, val, test\n" in done.out
+    assert "classes   images, % of images: train, val, test\n" in done.out
+    assert "times as fast" in done.out  # with a smaller --image-size
     assert done.out.splitlines()[-1] == "12 errors, 1 warnings"
 
 
@@ -285,7 +286,7 @@ def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) ->
     assert "left out: " in done.out
     assert "gone.png does not exist" in done.out
     done = project.train(data, tmp_path / "run", "--epochs", 2, on=1).ok()
-    assert "; other training images than then\n" in done.out
+    assert "other training images than before the stop\n" in done.out
 
 
 def test_what_no_list_can_say(tmp_path: Path) -> None:
