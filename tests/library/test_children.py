@@ -154,7 +154,9 @@ def test_a_foreign_worker_that_hangs(tmp_path, end):
             time.sleep(600)
 
     def act() -> None:
-        loader = DataLoader(Hanging("ab"), num_workers=1)
+        loader = DataLoader(
+            Hanging("ab"), num_workers=1, multiprocessing_context="fork"
+        )
         with failures.one_line_errors():
             if end == "exit":
                 watch.thread.add_duty(lambda: path.exists() and process.exit_now(9))
