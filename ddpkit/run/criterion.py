@@ -60,13 +60,13 @@ class Criterion(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the loss that has it, such as `label_smoothing`; else its own."""
-        loss = (
-            None if name in vars(self) else vars(self).get("_modules", {}).get("loss")
-        )
-        if loss is not None and hasattr(loss, name):
-            setattr(loss, name, value)
-        else:
+        loss = vars(self).get("_modules", {}).get("loss")
+        # what torch sets, as by compile(), is no setting of the loss
+        is_own = name in vars(self) or name.startswith("_")
+        if is_own or not hasattr(loss, name):
             super().__setattr__(name, value)
+        else:
+            setattr(loss, name, value)
 
     @property
     def kind(self) -> str:

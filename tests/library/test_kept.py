@@ -261,6 +261,8 @@ def test_a_loss_behind_the_criterion() -> None:
     assert criterion.count(targets) == 2
     criterion.reduction = "sum"
     assert torch.allclose(criterion(outputs, targets), smooth(outputs, targets))
+    criterion.compile(backend="eager")  # which sets what each module has
+    assert torch.allclose(criterion(outputs, targets), smooth(outputs, targets))
     criterion.mine = 1
     assert criterion.eval().mine == 1
     assert not criterion.training and not criterion.loss.training
