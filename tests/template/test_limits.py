@@ -90,6 +90,15 @@ def test_tokens(name: str) -> None:
     assert sizes()[name] <= TOKENS[name]
 
 
+# Of those beyond their limits: what they have, which is only ever lowered, too.
+UNTIL_THEN = {"core": 59_400, "vision": 43_800}
+
+
+@pytest.mark.parametrize("name", UNTIL_THEN)
+def test_no_layer_grows(name: str) -> None:
+    assert TOKENS[name] < sizes()[name] <= UNTIL_THEN[name]
+
+
 @pytest.mark.xfail(strict=True, reason="some are to go; the limits stay")
 @pytest.mark.parametrize("name", ["core", "vision"])
 def test_tokens_of_layers(name: str) -> None:
