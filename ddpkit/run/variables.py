@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddpkit.ranks import distributed, module_state, process, replicas
 from ddpkit.run import agreement, states
@@ -40,6 +41,9 @@ GENERATORS: dict[type, Callable] = {
     np.random.Generator: lambda each: each.bit_generator.state,
     np.random.RandomState: lambda each: each.get_state(),
 }
+# What torch has in each optimizer; what else one has, its state_dict may lack
+OF_OPTIMIZERS = "defaults", "param_groups", "state"
+OF_PARTS = "part: "  # as names of these begin
 # Instructions after which the next one does not follow
 ENDING = "RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"
 Checksums = dict[str, int]  # by the name of a variable
@@ -102,7 +106,9 @@ class LoopVariables:
         changed = []
         for name, first in self.first.items():
             now = self.at_start.get(name, first)
-            if now != first and now not in counts and name in self.kept:
+            may_be_saved = name.startswith(OF_PARTS)  # a resume tells
+            is_other = now != first and now not in counts
+            if is_other and name in self.kept and not may_be_saved:
                 changed.append(name)
         self._say(
             changed, "changed with the epoch: unless each epoch sets that, it is lost"
@@ -171,7 +177,13 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
                 known.add(id(value))
             # metrics begin anew with each epoch
             for attribute, each in parts_of(value, reader != "next epoch"):
-                found[function + name + attribute] = short_hash(each)
+                if not (attribute and is_mutable(each) and id(each) in known):
+                    found[function + name + attribute] = short_hash(each)
+    for name, part in parts.items():
+        if isinstance(part, Optimizer):
+            for key, each in vars(part).items():
+                if key not in OF_OPTIMIZERS and key[0] != "_":
+                    found[f"{OF_PARTS}{name}.{key}"] = short_hash(each)
     return found
 
 

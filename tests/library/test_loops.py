@@ -338,8 +338,14 @@ def epoch_of_variables(checkpoints: ddpkit.Checkpoints, mean: Mean, dies: int) -
 
 def train_with_variables(folder: Path, dies: int = 0) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))
-    checkpoints = ddpkit.Checkpoints(folder, net=net)
-    numbers = checkpoints.numbers(best=0.0)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer.slow = torch.zeros(
+        2
+    )  # as Lookahead's, of which its state_dict has nothing
+    checkpoints = ddpkit.Checkpoints(folder, net=net, optimizer=optimizer)
+    numbers = checkpoints.numbers(best=0.0, mean=torch.zeros(2))
+    same = Mean()
+    same.value = numbers.mean
     generator = torch.Generator().manual_seed(1)
     draws = np.random.default_rng(0)
     mean = Mean()
@@ -355,6 +361,8 @@ def train_with_variables(folder: Path, dies: int = 0) -> None:
         torch.rand(1, generator=generator)
         draws.random()
         augment.RNG.random()
+        optimizer.slow += 1
+        same.value += 1
         scores.append(epoch_of_variables(checkpoints, mean, dies))
         stage += 2
         numbers.best += scores[-1]
@@ -365,8 +373,15 @@ def train_with_variables(folder: Path, dies: int = 0) -> None:
     [
         (3, "mean.value right"),  # in the first epoch
         # between epochs
-        (12, "augment.RNG draws generator mean.value names net.1.p scores stage"),
-        (15, "augment.RNG draws generator mean.value names net.1.p right scores stage"),
+        (
+            12,
+            "augment.RNG draws generator mean.value names net.1.p optimizer.slow scores stage",
+        ),
+        (
+            15,
+            "augment.RNG draws generator mean.value names net.1.p optimizer.slow right "
+            "scores stage",
+        ),
     ],
 )
 def test_variables_start_anew(
