@@ -67,6 +67,11 @@ def eval_batches(loader: object, where: nn.Module | torch.device) -> Iterator[tu
         for images, targets, *_, indices in ddpkit.eval_batches(val_loader, model):
     """
     if isinstance(where, nn.Module):
+        if isinstance(loader, Loader) and loader.is_train:
+            raise UserError(
+                "eval_batches of ddpkit.train_loader(...), whose batches have no indices: to "
+                "evaluate on training images give it ddpkit.val_loader(train_set, ...)"
+            )
         judged.add(where)
         with replicas.in_evaluation(where):
             yield from eval_batches(loader, next(where.parameters()).device)
@@ -84,11 +89,6 @@ def _dealt(loader: object) -> Iterator[list]:
     if isinstance(loader, First):
         return iter(loader)
     if isinstance(loader, Loader):
-        if loader.is_train:
-            raise UserError(
-                "eval_batches of ddpkit.train_loader(...): to evaluate on training images give it "
-                "ddpkit.val_loader(train_set, ...)"
-            )
         return batches_by_size(loader.raw())
     check_share(loader, "val")
     return numbered(drawn(loader, 0))

@@ -10,6 +10,7 @@ from PIL import Image
 
 from ddpkit.data.format import DEFAULT_FORMAT
 from ddpkit.vision import folders
+from ddpkit.vision.tools import check_picture
 from ddpkit.vision.tools.check import Survey, sort_out_broken
 
 RIGHT = 6  # an orientation in EXIF
@@ -105,7 +106,6 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     assert "train     13 images; " in done.out
     assert "test      3 images; " in done.out
     assert "classes   images, % of images: train, val, test\n" in done.out
-    assert "times as fast" in done.out  # with a smaller --image-size
     assert done.out.splitlines()[-1] == "12 errors, 1 warnings"
 
 
@@ -425,3 +425,13 @@ def test_parts_that_are_nearly_alike(tmp_path: Path) -> None:
     line, names = sorted(warnings(), key=len, reverse=True)
     assert names.startswith("1 of 11 images are numbered on as training images")
     assert "p12_4.png" in names
+
+
+def test_small_images(capsys: pytest.CaptureFixture) -> None:
+    """A smaller --image-size is named if training enlarges most images twice."""
+    check_picture.say_small([200, 28, 30], [224, 224, 224])
+    line = "at most 30 pixels wide or high: --image-size 32 enlarges them less than 224"
+    assert line in capsys.readouterr().out
+    check_picture.say_small([200, 120, 30], [224, 224, 224])
+    check_picture.say_small([], [])
+    assert not capsys.readouterr().out

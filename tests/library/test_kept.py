@@ -201,7 +201,11 @@ MISUSES = [
         "loop.steps",
         "run.steps(train_loader, ddp_model)",
     ),
-    (evaluation_of_training_batches, "sources.dealt", "ddpkit.val_loader(train_set"),
+    (
+        evaluation_of_training_batches,
+        "sources.eval_batches",
+        "ddpkit.val_loader(train_set",
+    ),
 ]
 
 

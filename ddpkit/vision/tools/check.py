@@ -266,18 +266,6 @@ class Survey:
             std=tuple(float(f"{value:.5g}") for value in std),
         )
 
-    def size_hint(self, side: int) -> str:
-        """Return a better --image-size than `side`, if that enlarges most images twice."""
-        longer = sorted(map(max, self.sizes["train"]))
-        usual = longer[len(longer) // 2] if longer else side
-        better = math.ceil(usual / 32) * 32  # as networks with five halvings want it
-        if self.has_masks or 2 * better > side:
-            return ""
-        return (
-            f"most images are at most {usual} pixels wide or high: --image-size {better} enlarges "
-            f"them less than {side}, and is up to {(side / better) ** 2:.0f} times as fast"
-        )
-
     def lines(self) -> Iterator[str]:
         """Yield the lines about sizes, and one for each class."""
         for part, sizes in self.sizes.items():
@@ -312,9 +300,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     survey.read_all(format, given.workers)
     for line in survey.lines():
         distributed.print0(line)
-    hint = survey.size_hint(args.image_size)
-    if hint:
-        distributed.print0(hint)
     sort_out_broken(survey, given.skip_broken)
     for line in sorted(survey.errors):
         distributed.print0(f"error: {line}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,9 @@ def draw_check(path: Path, args: Namespace) -> str:
     chosen = mistakes.spread(len(train_set), COUNT)
     captions = mistakes.short_names(train_set, chosen)
     masks = []  # as training has them
+    sides: list[
+        int
+    ] = []  # of images of classes, the longer one, and as training has it
     with pictures.drawing(path) as figure:
         for index, caption in zip(chosen, captions, strict=True):
             try:
@@ -55,6 +59,7 @@ def draw_check(path: Path, args: Namespace) -> str:
                 for _, mask in shown:
                     present.update(mask.unique().tolist())
             else:
+                sides += [max(image.shape[-2:]) for image, *_ in shown]
                 # a number, or float (classes,) of several
                 numbers = target.nonzero().flatten() if target.ndim else target[None]
                 text = "; ".join(classes[int(number)] for number in numbers) or "none"
@@ -70,7 +75,20 @@ def draw_check(path: Path, args: Namespace) -> str:
         "their labels? If not: --hflip 0 and, for classification, --crop-scale 1"
     )
     say_void(masks)
+    say_small(sides[::2], sides[1::2])
     return ""
+
+
+def say_small(stored: Sequence[int], trained: Sequence[int]) -> None:
+    """Say a line if training enlarges most images at least twice."""
+    usual = sorted(stored)[len(stored) // 2] if stored else 0
+    better = math.ceil(usual / 32) * 32  # as networks with five halvings want it
+    if usual and 2 * better <= trained[0]:
+        distributed.print0(
+            f"most images are at most {usual} pixels wide or high: --image-size {better} enlarges "
+            f"them less than {trained[0]}, and is up to {(trained[0] / better) ** 2:.0f} times as "
+            "fast"
+        )
 
 
 def views(seeded: Seeded, index: int) -> tuple[Tensor, list[list[Tensor]]]:

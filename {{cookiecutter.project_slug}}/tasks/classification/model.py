@@ -54,7 +54,7 @@ def build_model(
         if hasattr(model, "conv_head"):  # EfficientNet, MobileNetV3
             # timm draws their last layer for 1,000 classes: with two its weights are 25
             # times as large as torch's, and its gradients ruin pretrained layers
-            model.classifier.reset_parameters()  # type: ignore[operator]
+            model.classifier.reset_parameters()  # type: ignore[operator, union-attr]
     elif args.drop_path or args.grad_checkpointing:
         raise ddpkit.UserError(
             "--drop-path and --grad-checkpointing are for --arch timm/NAME"
