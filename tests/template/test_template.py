@@ -58,6 +58,7 @@ OF_THE_TASK = {
         "recipes/digits.txt",
         "recipes/elpv.py",
         "recipes/elpv.txt",
+        "recipes/elpv_tuned.txt",
         "recipes/signs.py",
     },
     "segmentation": OF_BOTH
