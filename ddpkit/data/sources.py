@@ -64,6 +64,8 @@ def eval_batches(loader: object, where: nn.Module | torch.device) -> Iterator[tu
         order of the dataset is not kept. After a signal the loop ends early, and all ranks stop
         and save in `compute_metrics`.
 
+    Raises a UserError for a network and ddpkit.train_loader's, whose batches have no indices.
+
         for images, targets, *_, indices in ddpkit.eval_batches(val_loader, model):
     """
     if isinstance(where, nn.Module):

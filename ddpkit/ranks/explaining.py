@@ -10,7 +10,6 @@ import operator
 import os
 import pickle
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterable
@@ -23,7 +22,6 @@ from ddpkit.errors import print_line, shorten
 from ddpkit.ranks import devices, distributed, environment, process, values
 from ddpkit.ranks.protocol import ANSWER, ANSWER_SECONDS, ASKED
 
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # Where a rank is, is not said by these files, but by what calls them.
 BELOW = (f"ddpkit{os.sep}", "ddp.py")
 # Where a hang usually comes from
@@ -103,12 +101,7 @@ def find_waiting(recorded: Iterable[Collective]) -> str:
 
 def _own(file: str) -> str:
     """Return the path of a file of this project, within it; of others nothing."""
-    path = Path(os.path.realpath(file))
-    root = process.project()
-    # An environment may lie in the project.
-    if str(path).startswith(LIBRARIES) or not path.is_file():
-        return ""
-    return str(path.relative_to(root)) if path.is_relative_to(root) else ""
+    return process.within(process.project(), file)
 
 
 def here(expression: str = "") -> Position:

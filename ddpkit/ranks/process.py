@@ -6,6 +6,7 @@ This module imports neither torch nor debugpy.
 import atexit
 import contextlib
 import ctypes
+import functools
 import importlib
 import importlib.util
 import multiprocessing
@@ -13,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import threading
 from collections.abc import Collection, Iterator
@@ -28,6 +30,7 @@ from ddpkit.ranks.protocol import (
     STORE,
 )
 
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
 # After a fork in another thread that one is the main thread, with another ident.
 MAIN_THREAD = threading.main_thread().ident
@@ -58,6 +61,16 @@ def project() -> Path:
         Path(__file__).parents[1]
     )
     return Path.cwd() if is_tool or not script else Path(script).resolve().parent
+
+
+@functools.cache
+def within(root: Path, file: str) -> str:
+    """Return the path of a file of the project in `root`, within it; of others nothing."""
+    path = Path(os.path.realpath(file))
+    # An environment may lie in the project.
+    if str(path).startswith(LIBRARIES) or not path.is_file():
+        return ""
+    return str(path.relative_to(root)) if path.is_relative_to(root) else ""
 
 
 def own(name: str) -> Any:

@@ -1,5 +1,6 @@
 """Whether all ranks have the same data, code and versions."""
 
+import os
 import sys
 import zlib
 from collections.abc import Sequence
@@ -53,22 +54,28 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
 
 def code() -> dict[str, int]:
     """Return a checksum of each file that is imported of the project, and one of ddpkit."""
+    root = process.project()
     sums = {}
-    for path in modules():
-        sums[path.name] = zlib.crc32(path.read_bytes())
+    for name in modules():
+        path = root / name
+        sums[name] = zlib.crc32(path.read_bytes())
     library = sorted(FOLDER.rglob("*.py"))
     sums["ddpkit"] = zlib.crc32(b"".join(path.read_bytes() for path in library))
     return sums
 
 
-def modules() -> dict[Path, ModuleType]:
-    """Return the modules that are imported of the project, by file."""
+def modules() -> dict[str, ModuleType]:
+    """Return the modules that are imported of the project, by path, but for ddpkit's."""
     root = process.project()
-    names = {each.name for each in root.iterdir() if each.is_file()}
     found = {}
     for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "")
-        # most are of libraries: to resolve them all takes long
-        if path.name in names and path.resolve().parent == root:
-            found[path.resolve()] = module
+        path = own_path(root, module)
+        if path:
+            found[path] = module
     return found
+
+
+def own_path(root: Path, module: ModuleType | None) -> str:
+    """Return the path of a module of the project in `root`; of others, and of ddpkit, nothing."""
+    path = process.within(root, str(getattr(module, "__file__", None) or ""))
+    return "" if path.startswith(f"ddpkit{os.sep}") else path

@@ -101,7 +101,11 @@ class Parser(argparse.ArgumentParser):
             if value is None and (before is None or not action):
                 continue
             takes_text = action and is_reread(action)
-            kinds = SCALAR if takes_text else (type(before), int)
+            kinds: tuple = (type(before), int)
+            if takes_text:
+                kinds = SCALAR
+            elif isinstance(before, bool):
+                kinds = (bool,)
             if isinstance(before, SCALAR) and not isinstance(value, kinds):
                 flag = name.replace("_", "-")
                 self.error(f"--{flag}: {value!r:.60} instead of such as {before!r}")

@@ -18,7 +18,6 @@ import time
 import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -329,8 +328,7 @@ def is_own(value: object) -> bool:
     if kind is argparse.Namespace:
         return True
     module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
-    in_project = file and Path(file).resolve().parent == process.project()
+    in_project = agreement.own_path(process.project(), module)
     return bool(in_project) and hasattr(value, "__dict__")
 
 

@@ -114,7 +114,7 @@ def try_forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outp
             return model(torch.zeros(1, channels, size, size, device=device))
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         line = f"this network cannot take images of {size} x {size} pixels"
-        raise UserError(f"{line} ({reason_of(error)}): {remedy}") from None
+        raise UserError(f"{line} ({reason_of(error, 300)}): {remedy}") from None
 
 
 def check_names(arch: str, encoder: str) -> None:

@@ -113,7 +113,7 @@ def odd_files(folder: Path) -> dict[str, Path]:
         "(No such file or directory)": folder / "dangling",
         "(Too many levels of symbolic links)": folder / "loop",
         "(Is a directory)": folder,
-        f"({files.OF_DATA + 1:,} bytes, more than {files.OF_DATA:,})": folder / "large",
+        f"({files.OF_DATA + 1:,} bytes, more than ": folder / "large",
     }
 
 

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from generated import refusal
 from ranks import draw_nothing, on_ranks
@@ -253,6 +252,7 @@ def test_misuses_of_the_loops(tmp_path: Path) -> None:
             misuse(run, model)
 
 
+@on_ranks(1)
 def test_a_loss_behind_the_criterion() -> None:
     """What is set on the criterion is set on the loss that has it."""
     outputs = torch.randn(4, 3)
@@ -290,9 +290,12 @@ def unfreeze(folder: Path, epochs: int) -> tuple[dict, dict]:
     return net.state_dict(), optimizer.state_dict()
 
 
-def test_a_group_that_was_added(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    whole = unfreeze(tmp_path / "whole", 4)
-    for epochs in 1, 2, 4:
-        again = unfreeze(tmp_path / "stopped", epochs)
+@on_ranks(1)
+def test_a_group_that_was_added(tmp_path: Path) -> None:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        whole = unfreeze(tmp_path / "whole", 4)
+        for epochs in 1, 2, 4:
+            again = unfreeze(tmp_path / "stopped", epochs)
     assert samples.checksum(again) == samples.checksum(whole)
-    assert capsys.readouterr().out.count("1 group(s) of weights were added") == 1
+    assert said.getvalue().count("1 group(s) of weights were added") == 1

@@ -264,8 +264,8 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
     """On a network disk a checkpoint is written whole or not at all."""
     monkeypatch.setattr(files, "WAITS", (1e-6, 1e-6))
     run = folder.RunFolder(tmp_path, "auto")
-    state = dict.fromkeys(folder.KEYS, 0)
-    state |= {"format": {}, "model": {"w": torch.arange(999)}}
+    state = {name: checkpoint.EXAMPLES[name] for name in checkpoint.KEYS}
+    state |= {"seed": 0, "best": 0.0, "model": {"w": torch.arange(999)}}
 
     def epochs() -> list[int]:
         return [checkpoint.read(path)["epoch"] for path in run.saves()]
