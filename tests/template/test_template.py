@@ -60,6 +60,7 @@ OF_THE_TASK = {
         "recipes/elpv.txt",
         "recipes/elpv_tuned.txt",
         "recipes/signs.py",
+        "recipes/signs10.txt",
     },
     "segmentation": OF_BOTH
     | {"losses.py", "recipes/cracks_unet.txt", "recipes/crackforest.txt"},
