@@ -60,7 +60,9 @@ class Classes(list[str]):
         colors: Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__(names)
-        self.colors = np.array(colors, dtype=np.uint8) if colors else None
+        self.colors: np.ndarray | None = None
+        if colors:
+            self.colors = np.array(colors, dtype=np.uint8).reshape(len(self), 3)
 
 
 class Labels(Classes):

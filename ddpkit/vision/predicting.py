@@ -20,7 +20,7 @@ from ddpkit.data.format import Format, read_format
 from ddpkit.errors import UserError, print_error, reason_of, shorten
 from ddpkit.ranks import devices, distributed
 from ddpkit.ranks.replicas import uncompiled
-from ddpkit.run import checkpoint
+from ddpkit.run import checkpoint, states
 from ddpkit.vision import folders, lists, networks
 from ddpkit.vision.bars import tqdm
 from ddpkit.vision.images import LazyImage, open_image, visible
@@ -75,7 +75,9 @@ def open_model(
     model = uncompiled(model)  # a compiled one would compile for each size
     model = model.eval().to(device)
     model = model.to(memory_format=devices.memory_layout(device))
-    return model, Classes(state["classes"], state.get("colors")), args, format
+    with states.fitting(str(path), "the colors of its classes", checkpoint.ANOTHER):
+        classes = Classes(state["classes"], state.get("colors"))
+    return model, classes, args, format
 
 
 def task_of(flags: Collection[str]) -> str:
