@@ -62,7 +62,7 @@ class Classes(list[str]):
         super().__init__(names)
         self.colors: np.ndarray | None = None
         if colors:
-            self.colors = np.array(colors, dtype=np.uint8).reshape(len(self), 3)
+            self.colors = np.array(colors, dtype=np.uint8).reshape(-1, 3)
 
 
 class Labels(Classes):
