@@ -41,9 +41,9 @@ def draw_check(path: Path, args: Namespace) -> str:
     chosen = mistakes.spread(len(train_set), COUNT)
     captions = mistakes.short_names(train_set, chosen)
     masks = []  # as training has them
-    sides: list[
-        int
-    ] = []  # of images of classes, the longer one, and as training has it
+    # longer sides of images of classes: in their files, and as training has them
+    stored = []
+    trained = []
     with pictures.drawing(path) as figure:
         for index, caption in zip(chosen, captions, strict=True):
             try:
@@ -59,7 +59,9 @@ def draw_check(path: Path, args: Namespace) -> str:
                 for _, mask in shown:
                     present.update(mask.unique().tolist())
             else:
-                sides += [max(image.shape[-2:]) for image, *_ in shown]
+                if len(shown) > 1:  # else the file is not known
+                    stored.append(max(shown[0][0].shape[-2:]))
+                    trained.append(max(shown[1][0].shape[-2:]))
                 # a number, or float (classes,) of several
                 numbers = target.nonzero().flatten() if target.ndim else target[None]
                 text = "; ".join(classes[int(number)] for number in numbers) or "none"
@@ -75,7 +77,7 @@ def draw_check(path: Path, args: Namespace) -> str:
         "their labels? If not: --hflip 0 and, for classification, --crop-scale 1"
     )
     say_void(masks)
-    say_small(sides[::2], sides[1::2])
+    say_small(stored, trained)
     return ""
 
 
