@@ -158,28 +158,30 @@ def test_what_a_run_keeps(tmp_path: Path) -> None:
     assert samples.checksum(resumed) == samples.checksum(whole)
 
 
+def take_step(run: ddpkit.Run, model: nn.Module, images: Tensor) -> Tensor:
+    """Return the loss of an optimizer step, which is not counted yet."""
+    loss = model(images).square().mean()
+    loss.backward()
+    run.optimizer.step()
+    return loss
+
+
 def in_evaluation(run: ddpkit.Run, model: nn.Module) -> None:
     model.eval()
     for _, batches in run.steps(run.train_loader, model):
-        for images, _ in batches:
-            loss = model(images).square().mean()
-            loss.backward()
-        run.optimizer.step()
+        for images, _ in batches:  # one in a step
+            loss = take_step(run, model, images)
         run.end_step(loss, torch.tensor(2.0))
 
 
 def a_loop_over_the_loader(run: ddpkit.Run, model: nn.Module) -> None:
     for images, _ in run.train_loader:
-        loss = model(images).square().mean()
-        loss.backward()
-        run.optimizer.step()
-        run.end_step(loss, torch.tensor(2.0))
+        run.end_step(take_step(run, model, images), torch.tensor(2.0))
 
 
 def no_steps(run: ddpkit.Run, model: nn.Module) -> None:
     for images, _ in run.train_loader:
-        model(images).square().mean().backward()
-        run.optimizer.step()
+        take_step(run, model, images)
     run.end_epoch({"val_loss": 1.0})
 
 

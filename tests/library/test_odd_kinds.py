@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import test_convert as sets
 import torch
+from test_checkpoints import whole
 
 from ddpkit.convert import command as convert
 from ddpkit.data.format import read_format
 from ddpkit.errors import LineError
-from ddpkit.run import checkpoint, flags
+from ddpkit.run import flags
 from ddpkit.run.folder import RunFolder
 from ddpkit.vision import folders, lists, pretrained, rows
 from ddpkit.vision.images import open_image
@@ -70,10 +71,8 @@ def ask(root: Path) -> None:
 
 
 def run_folder(root: Path) -> None:
-    kinds = checkpoint.EXAMPLES
-    state = {name: kinds[name] for name in checkpoint.KEYS} | {"seed": 0, "best": 0.0}
     for name in "last.pt", "last-1.pt", "best.pt":
-        torch.save(state, root / name)
+        torch.save(whole(), root / name)
     (root / "metrics.csv").write_text("epoch,val_loss\n1,0.5\n")
     (root / "recipe.txt").write_text("--epochs 3\n")
 

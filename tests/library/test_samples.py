@@ -10,6 +10,7 @@ import pytest
 import torch
 from generated import refusal
 from PIL import Image
+from test_checkpoints import whole
 from test_reading import failing
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
@@ -264,8 +265,7 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
     """On a network disk a checkpoint is written whole or not at all."""
     monkeypatch.setattr(files, "WAITS", (1e-6, 1e-6))
     run = folder.RunFolder(tmp_path, "auto")
-    state = {name: checkpoint.EXAMPLES[name] for name in checkpoint.KEYS}
-    state |= {"seed": 0, "best": 0.0, "model": {"w": torch.arange(999)}}
+    state = whole(model={"w": torch.arange(999)})
 
     def epochs() -> list[int]:
         return [checkpoint.read(path)["epoch"] for path in run.saves()]
