@@ -133,11 +133,11 @@ def settings(optimizer: Optimizer) -> list[State]:
     """Return the plain settings of each group, such as weight decay, but for the weights."""
     groups = []
     for group in optimizer.param_groups:
-        own = {key: each for key, each in group.items() if key != "params"}
-        are_plain = {
-            key: {*map(type, leaves_of(each))} <= PLAIN for key, each in own.items()
-        }
-        groups.append({key: each for key, each in own.items() if are_plain[key]})
+        own = {}
+        for key, each in group.items():
+            if key != "params" and {*map(type, leaves_of(each))} <= PLAIN:
+                own[key] = each
+        groups.append(own)
     return groups
 
 
@@ -316,7 +316,8 @@ def load_optimizer(
     loaded = dict(zip(before, optimizer.param_groups, strict=True))
     for key, state in saved.get(WITHIN, {}).items():
         if key in within:
-            load_optimizer(within[key], state, names, first and [])
+            of_inner: list[State] | None = None if first is None else []
+            load_optimizer(within[key], state, names, of_inner)
     # Settings that they had in common they have in common: a scheduler changes both.
     for key, each in within.items():
         pairs = zip(then[key], each.param_groups, strict=True)

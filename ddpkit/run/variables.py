@@ -327,9 +327,12 @@ def is_own(value: object) -> bool:
     kind = type(value)
     if kind is argparse.Namespace:
         return True
+    if not hasattr(
+        value, "__dict__"
+    ):  # as of lists; to look for the project takes longer
+        return False
     module = sys.modules.get(kind.__module__)
-    in_project = agreement.own_path(process.project(), module)
-    return bool(in_project) and hasattr(value, "__dict__")
+    return bool(agreement.own_path(process.project(), module))
 
 
 def short_hash(value: object) -> int:
