@@ -4,7 +4,8 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class TrainSampler(Sampler[Key]):
 
     The arguments are those of `train_loader`.
     """
+
+    in_use: ClassVar[WeakSet["TrainSampler"]] = WeakSet()
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class TrainSampler(Sampler[Key]):
         if virtual_ranks:
             self.order["virtual_ranks"] = virtual_ranks
         self.set_epoch(0)
+        self.in_use.add(self)
 
     def _cumulate(self, weights: Sequence[float] | Tensor) -> Tensor:
         """Return the sums of the weights so far, as shares of the sum of all."""
@@ -84,6 +88,12 @@ class TrainSampler(Sampler[Key]):
         sums = values.cumsum(0)
         # A number below 1 is then below the last sum of a weight that is not 0.
         return sums / sums[-1]
+
+    @classmethod
+    def set_all(cls, epoch: int) -> None:
+        """Switch all of this process, by whatever the script reads them: zip, or its own loop."""
+        for each in cls.in_use:
+            each.set_epoch(epoch)
 
     def set_epoch(self, epoch: int, seen: int = 0) -> None:
         """Switch to `epoch`, without the first `seen` of its samples."""
@@ -175,7 +185,7 @@ class Loader(DataLoader):
         super().__init__(dataset, **(how | options))
 
     def __iter__(self) -> Any:
-        """Yield the batches of the epoch that was last begun, uint8 images normalised."""
+        """Yield the batches of the epoch that the script is in, uint8 images normalised."""
         return self.normalized(self.raw(getattr(self.sampler, "epoch", 0)))
 
     @property

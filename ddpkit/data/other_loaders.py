@@ -2,7 +2,6 @@
 
 import itertools
 import pickle
-import random
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,10 +15,8 @@ from ddpkit.data.normalizing import unpack
 from ddpkit.data.samples import fingerprint
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
+from ddpkit.ranks.module_state import AnyGenerator
 
-AnyGenerator = (
-    torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-)
 # Of loaders: a checksum of their generators as they were given: the first epoch seeds them.
 _checksums: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
@@ -170,9 +167,12 @@ def check_share(loader: object, use: str) -> None:
 
 
 def samplers_of(loader: object) -> list:
-    """Return the samplers of a loader, and those within them; one may be there twice."""
+    """Return the samplers of a loader, and those within them, also of one within tqdm.
+
+    One may be there twice.
+    """
     samplers = []
-    for name in "batch_sampler", "sampler":
+    for name in "iterable", "batch_sampler", "sampler":
         sampler = getattr(loader, name, None)
         if sampler is not None:
             samplers += [sampler, *samplers_of(sampler)]

@@ -18,11 +18,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ddpkit.errors import LineError, UserError, print_error, shorten
 from ddpkit.ranks import distributed
+from ddpkit.ranks.values import checksum
 
 BITS = 2**64 - 1
 IMAGES = ("image", "images", "img", "pixel_values")  # keys of a sample's image
@@ -547,14 +547,3 @@ def first_checksums(loader: Any) -> dict[str, int]:
     if len(whole) == 1:
         checksums["sample"] = whole.pop()
     return checksums
-
-
-def checksum(parts: object) -> int:
-    """Return a checksum of the tensors, arrays, numbers and strings in a sample or a batch."""
-    total = 0
-    for part in tree_leaves(parts):
-        if isinstance(part, Tensor):
-            part = part.detach().cpu().flatten().contiguous().view(torch.uint8).numpy()
-        if isinstance(part, str | int | float | np.ndarray | np.generic):
-            total = zlib.crc32(pickle.dumps(part), total)
-    return total

@@ -207,22 +207,13 @@ def print0(line: str) -> None:
         print_line(escape(line), sys.stdout)
 
 
-def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
-    """Return `tensor` combined over all ranks by `op`: "sum", "min" or "max"."""
+def reduce_tensor(tensor: Tensor) -> Tensor:
+    """Return the sum of the ranks' `tensor`s, of the same shape and dtype on each."""
     # A copy; of bools, whose sum would be a bool, as integers
     result = tensor.detach() + 0
     if dist.is_initialized():
-        dist.all_reduce(result, getattr(dist.ReduceOp, op.upper()))
+        dist.all_reduce(result)
     return result
-
-
-def gather(tensor: Tensor) -> Tensor:
-    """Return the ranks' `tensor`s, of the same shape and dtype on each, stacked: (ranks, ...)."""
-    if not dist.is_initialized():
-        return tensor[None]
-    tensors = [torch.empty_like(tensor) for _ in range(world_size())]
-    dist.all_gather(tensors, tensor)
-    return torch.stack(tensors)
 
 
 def gather_objects(value: T) -> list[T]:

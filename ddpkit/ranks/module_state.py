@@ -16,23 +16,18 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ddpkit.ranks import devices, distributed
+from ddpkit.ranks import distributed
 
 Space = dict[str, Any]  # attributes, or buffers, of a module by name
 
 # What torch itself keeps in a module, beside which it has attributes of its own.
 OF_TORCH = vars(nn.Module()).keys()
-PLAIN = {type(None), bool, int, float, complex, str, bytes}
-# What changes in place, besides tensors, dicts, lists and deques.
-CHANGING = (
-    set,
-    collections.Counter,
-    np.ndarray,
-    np.random.Generator,
-    np.random.RandomState,
-    random.Random,
-    torch.Generator,
+PLAIN = {type(None), bool, int, float, str, bytes}
+AnyGenerator = (
+    torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 )
+# What changes in place, besides tensors, dicts, lists and deques.
+CHANGING = set | collections.Counter | np.ndarray | AnyGenerator
 
 
 class Sent:
@@ -83,8 +78,8 @@ class ModuleState:
             dist._broadcast_coalesced(_get_default_group(), tensors, 2**25, 0)
         mine = self._packed()
         own = [zlib.crc32(pickle.dumps(mine)), *counts]
-        of_ranks = distributed.gather(torch.tensor(own, device=devices.of_group()))
-        checksums, *others = of_ranks.T.tolist()
+        of_ranks = distributed.gather_objects(own)
+        checksums, *others = zip(*of_ranks, strict=True)
         if len(set(checksums)) > 1:
             theirs = distributed.from_rank_zero(lambda: mine)
             for space, before, values in zip(self.own, mine, theirs, strict=True):

@@ -1,5 +1,6 @@
 """What an expression is where this rank is held, in a form that can be compared with others."""
 
+import pickle
 import sys
 import threading
 import traceback
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -75,12 +77,12 @@ def divide(value: Any, name: str) -> dict[str, Any]:
     return {name: value}
 
 
-def checksum(part: object) -> int:
+def checksum(parts: object) -> int:
+    """Return a checksum of the tensors, arrays, numbers and strings in a sample or a batch."""
     total = 0
-    for leaf in tree_leaves(part):
-        if isinstance(leaf, Tensor):
-            bits = leaf.cpu().flatten().contiguous().view(torch.uint8)
-            total = zlib.crc32(bits.numpy().tobytes(), total)
-            leaf = leaf.shape
-        total = zlib.crc32(repr(leaf).encode(), total)
+    for part in tree_leaves(parts):
+        if isinstance(part, Tensor):
+            part = part.detach().cpu().flatten().contiguous().view(torch.uint8).numpy()
+        if isinstance(part, str | int | float | np.ndarray | np.generic):
+            total = zlib.crc32(pickle.dumps(part), total)
     return total

@@ -18,9 +18,9 @@ def check_weights(model: nn.Module, run: Checkpoints) -> None:
     weights = dict(model.named_parameters())
     device = next(model.parameters()).device
     each = [weight.isfinite().all().to(device) for weight in weights.values()]
-    finite = distributed.reduce_tensor(torch.stack(each).int(), "min").tolist()
-    for name, is_finite in zip(weights, finite, strict=True):
-        if not is_finite:
+    of_ranks = distributed.gather_objects(torch.stack(each).tolist())
+    for name, *are_finite in zip(weights, *of_ranks, strict=True):
+        if not all(are_finite):
             raise not_finite(name, distributed.rank(), run)
 
 

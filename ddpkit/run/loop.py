@@ -205,7 +205,6 @@ class Run(Checkpoints):
         # In a step each rank draws numbers of its own, as for dropout.
         self.draws_by_rank = True
         self.share_outside = 0
-        self.about = self._about()
         # that take each step: in DistributedDataParallel, and without
         self.stepped: list[tuple[nn.Module, nn.Module]] = []
         self.checked_at = time.monotonic()
@@ -337,7 +336,7 @@ class Run(Checkpoints):
             scheduler = self.parts.get("scheduler")
             step = self._schedule_step()
             if type(scheduler) is LambdaLR and scheduler.last_epoch != step:
-                states.follow(scheduler, step)
+                states.follow(scheduler, step, {})
                 self.saved_sums = self._checksums(self.saved_sums)
         self.place = place
 
@@ -482,7 +481,8 @@ class Run(Checkpoints):
             raise UserError(
                 f"run.steps({type(loader).__name__}): write run.steps(train_loader, ddp_model)"
             )
-        self._take_loader(loader)
+        # of tqdm, in place of whose bar there is one
+        self._take_loader(getattr(loader, "iterable", loader))
         return Steps(self.source.steps, lambda: self._begin_steps(networks))
 
     def _begin_steps(self, networks: tuple[nn.Module, ...]) -> Iterator:
@@ -606,26 +606,32 @@ class Run(Checkpoints):
 
     # The end of an epoch.
 
-    def end_epoch(self, row: Mapping[str, float | str]) -> bool:
+    def end_epoch(
+        self, row: Mapping[str, float | str], is_evaluated: bool = True
+    ) -> bool:
         """Record a finished epoch, its numbers by name, and save; return whether it is the best.
 
         The numbers are rank 0's; a line says which differ between ranks. What is stepped after it,
         such as a scheduler, is saved, too, when `steps` is called, or the `with` block ends.
+
+        is_evaluated: False for an epoch without a score, of those between two evaluations.
         """
         if self.phase is Phase.EPOCH:
             raise UserError(
                 "run.end_epoch of an epoch without a loop over run.steps(train_loader, ddp_model)"
             )
+        is_judged = not self.model.training or self.model in sources.judged
         # Before any collective: another rank may be in one of evaluate().
-        if self.model.training and self.model not in sources.judged:
+        if is_evaluated and not is_judged:
             raise UserError(
                 f"rank {distributed.rank()} has not evaluated Run(model=...), which is saved: all "
                 "ranks have to call evaluate(), with that network, by ddpkit.eval_batches(loader, "
-                "model) or after model.eval(); to save an average of it: Run(model=average.module, "
-                "trained=model, average=average)"
+                "model) or after model.eval(), or give end_epoch is_evaluated=False; to save an "
+                "average of it: Run(model=average.module, trained=model, average=average)"
             )
         stopping.agree()
-        self._choose_score(row)
+        if is_evaluated:
+            self._choose_score(row)
         row = self._agreed(checkpoint.to_plain(dict(row)))
         self.epoch += 1
         self.done = self.seen = 0
@@ -634,7 +640,9 @@ class Run(Checkpoints):
         self._begin_epoch()
         position = {"epoch": self.epoch, "step": self.step}
         self.history.append({**position, **row, **self.speed})
-        is_best = self.chosen.take(float(row[self.chosen.name]), self.epoch)
+        is_best = is_evaluated and self.chosen.take(
+            float(row[self.chosen.name]), self.epoch
+        )
         self._write(is_best)
         self.saved_sums = self._checksums(self.parts)
         self.report.log_last_row(is_best)  # that of `history`
@@ -701,7 +709,7 @@ class Run(Checkpoints):
         state = super()._state(is_inside)
         parts = state.pop("parts")
         state |= {"scheduler": {}, **parts}
-        state |= self.about
+        state |= self._about()
         state |= self.place
         state |= self.chosen.state()
         state |= {

@@ -227,14 +227,14 @@ class Checkpoints:
         self.step = 0
         self.global_batch = 0  # of a train_loader, to know whether it is the same
         self.best_score: float | None = None
-        self.ranks_then = distributed.world_size()
+        self.ranks = distributed.world_size()
+        self.rank = distributed.rank()
+        self.ranks_then = self.ranks
         self.reading = Reading(seed)
         # whether the ranks have seeded torch each with a number of its own
         self.draws_by_rank = self.reading.is_seeded_by_rank
         # of the key of the random numbers outside of steps
-        self.share_outside = distributed.rank() * self.draws_by_rank
-        self.ranks = distributed.world_size()
-        self.rank = distributed.rank()
+        self.share_outside = self.rank * self.draws_by_rank
         self.virtual: VirtualSteps | None = None  # of this loop
         self.streams: dict[int, random.Random] = {}
         self.first_step = 0  # of this process
@@ -343,6 +343,7 @@ class Checkpoints:
     def _begin_epoch(self) -> None:
         self.phase = Phase.EPOCH
         self.begun = 0
+        loading.TrainSampler.set_all(self.epoch)
         note_kept("")
 
     def steps(self, batches: Iterable, /, *networks: nn.Module) -> Steps:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddpkit.errors import UserError, clip, reason_of, shorten
 from ddpkit.ranks import distributed, replicas
+from ddpkit.ranks.module_state import PLAIN
 from ddpkit.ranks.replicas import weights_of
 
 State = dict[str, Any]  # what a checkpoint holds, by name
@@ -28,7 +29,6 @@ Names = Mapping[Tensor, str]
 Parts = Mapping[str, Any]  # what has a state_dict, by name
 
 CONTAINERS = {dict, OrderedDict, list, tuple}
-PLAIN = {type(None), bool, int, float, str, bytes}
 TAKEN = {*PLAIN, Counter, torch.Size, torch.dtype, torch.device}  # by weights_only=True
 # What kernels of torch take for as large as the weight, without a look.
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
@@ -232,6 +232,7 @@ def load_states(
         distributed.print0(
             f"{kind} and the optimizer's settings resume as saved, not as flags say"
         )
+    made: list[State] = checkpoint.get("settings", [])
     for name, part in parts.items():
         if name not in saved:
             distributed.print0(
@@ -245,13 +246,14 @@ def load_states(
             if then != now:
                 raise ValueError(f"it was {then} and is {now}")
             if by_flags and name == "scheduler":
-                follow(part, step or 0)
+                bases = [group.get("initial_lr") for group in made]
+                follow(part, step or 0, state, bases)
             elif isinstance(part, nn.Module):
                 load_module(part, state)
             elif isinstance(part, Optimizer):
                 first = None  # as saved
                 if by_flags and name == "optimizer":
-                    first = checkpoint.get("settings", [])
+                    first = made
                 load_optimizer(part, state, names, first)
             elif state:  # it has none of a GradScaler that was off
                 part.load_state_dict(state)
@@ -279,11 +281,24 @@ def load_module(module: nn.Module, saved: State, strict: bool = True) -> None:
     module.load_state_dict(saved, strict=strict)
 
 
-def follow(scheduler: LambdaLR, step: int) -> None:
-    """Set a schedule, and the learning rates, to `step`."""
+def follow(
+    scheduler: LambdaLR, step: int, saved: State, made: Sequence[object] = ()
+) -> None:
+    """Set a schedule, and the learning rates, to `step`.
+
+    saved: the schedule in a checkpoint, made with these base rates. What has changed them, or the
+    rates, since then still holds, unless flags give others now.
+    """
+    groups = scheduler.optimizer.param_groups
+    rates = [copy.deepcopy(group["lr"]) for group in groups]
     before = {"last_epoch": step - 1, "_step_count": step}
+    if made == scheduler.base_lrs:
+        before["base_lrs"] = saved["base_lrs"]
     scheduler.load_state_dict({**scheduler.state_dict(), **before})
     scheduler.step()
+    if scheduler.get_last_lr() == saved.get("_last_lr"):
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def load_optimizer(

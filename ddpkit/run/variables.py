@@ -11,13 +11,13 @@ import dis
 import functools
 import inspect
 import itertools
-import random
+import pickle
 import re
 import sys
 import time
 import types
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -33,13 +33,6 @@ DEPTH = 5  # of lists in lists, and of objects in objects
 A_DAY = 86400  # seconds
 PLAIN = tuple(module_state.PLAIN)
 NAMED = types.FunctionType, types.BuiltinFunctionType, type
-# What has a state, and how it is read
-GENERATORS: dict[type, Callable] = {
-    torch.Generator: lambda each: each.get_state(),
-    random.Random: lambda each: each.getstate(),
-    np.random.Generator: lambda each: each.bit_generator.state,
-    np.random.RandomState: lambda each: each.get_state(),
-}
 # What torch has in each optimizer; what else one has, its state_dict may lack
 OF_OPTIMIZERS = "defaults", "param_groups", "state"
 OF_PARTS = "part: "  # as names of these begin
@@ -167,7 +160,7 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
         for name, value in variables.items():
             with contextlib.suppress(Exception):  # of objects of libraries
                 value = replicas.bare(value)
-            has_attributes = isinstance(value, nn.Module) or is_own(value)
+            has_attributes = isinstance(value, nn.Module) or is_own(kind_of(value))
             if name[:2] == "__" or id(value) in known:
                 continue
             if name not in needed and not has_attributes:
@@ -311,8 +304,8 @@ def parts_of(value: object, has_metrics: bool) -> Iterator[tuple[str, object]]:
                     yield inner, module.metric_state
             for name, each in own.items():
                 yield f"{inner}.{name}", each
-    elif is_own(value):
-        for name, each in vars(value).items():
+    elif is_own(kind_of(value)):
+        for name, each in attributes(value).items():
             yield f".{name}", each
     else:
         yield "", value
@@ -322,17 +315,22 @@ def is_mutable(value: object) -> bool:
     return not isinstance(value, PLAIN)
 
 
-def is_own(value: object) -> bool:
-    """Return whether it is an object of a class of the project, or the flags."""
-    kind = type(value)
-    if kind is argparse.Namespace:
-        return True
-    if not hasattr(
-        value, "__dict__"
-    ):  # as of lists; to look for the project takes longer
-        return False
+def kind_of(value: object) -> type:
+    """Return the class of an object; of a class itself, which may have attributes that change."""
+    return value if isinstance(value, type) else type(value)
+
+
+def is_own(kind: type) -> bool:
+    """Return whether it is a class of the project, or that of the flags."""
+    if kind.__module__ in ("argparse", "builtins"):  # for which none has to look
+        return kind is argparse.Namespace
     module = sys.modules.get(kind.__module__)
     return bool(agreement.own_path(process.project(), module))
+
+
+def attributes(value: object) -> dict[str, object]:
+    names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
+    return {name: getattr(value, name, None) for name in names}
 
 
 def short_hash(value: object) -> int:
@@ -345,13 +343,14 @@ def content(value: object, depth: int) -> object:
     """Return what changes if a value does, and is short; of other kinds of objects their class."""
     kind = type(value)
     name = kind.__qualname__
-    for generator, read in GENERATORS.items():
-        if isinstance(value, generator):
-            return content(read(value), depth)
-    if isinstance(value, Tensor):
-        return name, value.shape, sample(value.detach())
-    if isinstance(value, np.ndarray):
-        return name, value.shape, sample(torch.from_numpy(value))
+    if isinstance(value, torch.Generator):
+        value = value.get_state()
+    if isinstance(value, module_state.AnyGenerator):
+        return pickle.dumps(value)
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if isinstance(value, Tensor | np.ndarray):
+        return name, value.shape, sample(torch.as_tensor(value).detach())
     if isinstance(value, float) and abs(value - time.time()) < A_DAY:
         return "a time"
     if isinstance(value, PLAIN):
@@ -365,8 +364,8 @@ def content(value: object, depth: int) -> object:
         return name
     if isinstance(value, types.GeneratorType):
         value = value.gi_frame and value.gi_frame.f_locals
-    elif is_own(value):
-        value = vars(value)
+    elif is_own(kind):
+        value = attributes(value)
     if isinstance(value, Mapping):
         value = list(value.items())
     if isinstance(value, set | frozenset):

@@ -322,13 +322,11 @@ class Reporter:
         Nothing if its steps were done before.
         """
         self._close_bar()
-        mine = torch.tensor(
-            [self.waited, failures.peak(self.device)],
-            dtype=torch.float64,
-            device=devices.for_sums(self.device),
-        )
-        # the most of any rank; waits for the device, so that the seconds are its, too
-        waited, peak = distributed.gather(mine).max(0).values.tolist()
+        if self.device.type != "cpu":  # for the seconds to be its, too
+            torch.accelerator.synchronize()
+        mine = self.waited, failures.peak(self.device)
+        # the most of any rank
+        waited, peak = map(max, zip(*distributed.gather_objects(mine), strict=True))
         self.steps.flush()
         seconds = time.monotonic() - self.began  # or since a resumed epoch was resumed
         failures.reset_peak(self.device)
@@ -496,7 +494,7 @@ class Reporter:
         """
         if not math.isfinite(best):
             return distributed.print0(
-                f"done: {name} was NaN after every epoch: there is no best.pt"
+                f"done, without best.pt: {name} was NaN, or not there, after every epoch"
             )
         checkpoint = os.path.join(os.path.relpath(self.folder), "best.pt")
         shown = [file for file in SHOWN if (self.folder / file).exists()]

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from ranks import draw_nothing, on_ranks
 from test_decisions import CLASSES, Killed, Points
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 import ddpkit
 from ddpkit.data import samples
@@ -210,11 +214,18 @@ MISUSES = [
 ]
 
 
-def tiny(folder_path: Path) -> tuple[ddpkit.Run, nn.Module]:
+def tiny(
+    folder_path: Path,
+    epochs: int = 1,
+    best: Any = "val_loss",
+    parts: Callable[[torch.optim.Optimizer], dict] = lambda sgd: {"optimizer": sgd},
+    lr: float = 0.01,
+) -> tuple[ddpkit.Run, nn.Module]:
+    draw_nothing()
+    torch.manual_seed(0)
     folder = ddpkit.RunFolder(folder_path)
     folder.find_checkpoint()
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
-    optimizer = ByHand(torch.optim.SGD(net.parameters(), 0.01))
     how = {"classes": CLASSES, "workers": 0}
     run = ddpkit.Run(
         folder,
@@ -222,9 +233,9 @@ def tiny(folder_path: Path) -> tuple[ddpkit.Run, nn.Module]:
         ddpkit.val_loader(Points(), 2, **how),
         CLASSES,
         model=net,
-        optimizer=optimizer,
-        report=ddpkit.Reporter(folder_path, 1, CLASSES),
-        best="val_loss",
+        report=ddpkit.Reporter(folder_path, epochs, CLASSES),
+        best=best,
+        **parts(torch.optim.SGD(net.parameters(), lr)),
     )
     return run, DistributedDataParallel(net)
 
@@ -247,9 +258,10 @@ class ByHand(torch.optim.Optimizer):
 
 @on_ranks(2)
 def test_misuses_of_the_loops(tmp_path: Path) -> None:
-    draw_nothing()
     for number, (misuse, code, words) in enumerate(MISUSES):
-        run, model = tiny(tmp_path / str(number))
+        run, model = tiny(
+            tmp_path / str(number), parts=lambda sgd: {"optimizer": ByHand(sgd)}
+        )
         with refusal(code, words), run:
             misuse(run, model)
 
@@ -301,3 +313,114 @@ def test_a_group_that_was_added(tmp_path: Path) -> None:
             again = unfreeze(tmp_path / "stopped", epochs)
     assert samples.checksum(again) == samples.checksum(whole)
     assert said.getvalue().count("1 group(s) of weights were added") == 1
+
+
+def every_second(folder: Path, dies_at: int = -1) -> tuple[list, list[bool]]:
+    """Evaluates in epochs 2 and 4; the bar is one of tqdm."""
+    run, model = tiny(folder, 4, ("top1", "max"))
+    best = []
+    with run:
+        for epoch in range(run.epoch, 4):
+            model.train()
+            for step, batches in run.steps(tqdm(run.train_loader), model):
+                for images, _ in batches:
+                    loss = take_step(run, model, images)
+                run.optimizer.zero_grad()
+                run.end_step(loss.detach(), torch.tensor(2.0))
+                if (epoch, step) == (dies_at, 1):
+                    run.save()
+                    raise Killed
+            row = run.means()
+            if epoch % 2:
+                for _ in ddpkit.eval_batches(run.val_loader, run.model):
+                    pass
+                row["top1"] = 0.5 - 0.1 * epoch
+            best.append(run.end_epoch(row, is_evaluated=epoch % 2 == 1))
+    rows = [
+        {k: row[k] for k in ("train_loss", "top1") if k in row} for row in run.history
+    ]
+    return rows, best
+
+
+@on_ranks(2)
+def test_epochs_that_are_not_evaluated(tmp_path: Path) -> None:
+    """They are never the best, in a run that goes on, too; and tqdm's loader is that within."""
+    rows, best = every_second(tmp_path / "whole")
+    assert [len(row) for row in rows] == [1, 2, 1, 2]
+    assert best == [False, True, False, False]
+    for dies_at in 0, 2:
+        with contextlib.suppress(Killed):
+            every_second(tmp_path / "stopped", dies_at)
+    assert every_second(tmp_path / "stopped") == (rows, best[2:])
+    assert torch.load(tmp_path / "whole/best.pt", weights_only=True)["epoch"] == 2
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> dict:
+    """A schedule by steps, and one of SWA."""
+    return {
+        "optimizer": optimizer,
+        "scheduler": LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        "swa": SWALR(optimizer, 0.02, anneal_epochs=2),
+    }
+
+
+def rates(folder: Path, epochs: int, lr: float = 0.1) -> list[float]:
+    """Those of each step: of a schedule, from epoch 1 on of half its rates, then of SWA."""
+    run, model = tiny(folder, epochs, parts=scheduled, lr=lr)
+    optimizer = run.optimizer
+    scheduler = run.parts["scheduler"]
+    found = []
+    with run:
+        for epoch in range(run.epoch, epochs):
+            for _, batches in run.steps(run.train_loader, model):
+                for images, _ in batches:
+                    loss = take_step(run, model, images)
+                if epoch == 1:
+                    scheduler.base_lrs = [0.08]
+                optimizer.zero_grad()
+                if epoch < 2:
+                    scheduler.step()
+                run.end_step(loss.detach(), torch.tensor(2.0))
+                found.append(optimizer.param_groups[0]["lr"])
+            if epoch >= 2:
+                run.parts["swa"].step()
+            model.eval()
+            run.end_epoch({**run.means(), "val_loss": 1.0})
+            model.train()
+    return found
+
+
+@on_ranks(1)
+def test_rates_that_the_loop_sets(tmp_path: Path) -> None:
+    """By another scheduler, and by other base rates, hold in a run that goes on."""
+    whole = rates(tmp_path / "whole", 5)
+    again = []
+    for epochs in range(1, 6):
+        again += rates(tmp_path / "stopped", epochs)
+    assert again == whole
+    rates(tmp_path / "faster", 2)
+    # a flag of now wins
+    assert rates(tmp_path / "faster", 3, lr=0.2)[0] == 0.2 / (1 + 2 * 6)
+
+
+def orders(folder: Path, epochs: int) -> list[list]:
+    """Of two loaders that are read side by side."""
+    how = {"workers": 0}
+    loaders = [ddpkit.train_loader(range(12), 2, seed=seed, **how) for seed in (1, 2)]
+    found = []
+    checkpoints = ddpkit.Checkpoints(folder)
+    for _ in checkpoints.epochs(epochs):
+        pairs = zip(*loaders, strict=True)
+        found.append(
+            [[each.tolist() for each in pair] for pair in checkpoints.steps(pairs)]
+        )
+    return found
+
+
+@on_ranks(2)
+def test_loaders_side_by_side(tmp_path: Path) -> None:
+    """Each epoch has another order, which a run that goes on has, too."""
+    whole = orders(tmp_path / "whole", 3)
+    assert whole[0] != whole[1] != whole[2]
+    again = [*orders(tmp_path / "stopped", 1), *orders(tmp_path / "stopped", 3)]
+    assert again == whole

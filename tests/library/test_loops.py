@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import os
 import random
 import re
@@ -321,6 +322,9 @@ augment.__file__ = str(next(Path(__file__).parent.glob("old_runs/*")))
 class Mean:
     """A running mean, as people write it."""
 
+    __slots__ = ("value",)
+    steps = 0  # of all
+
     def __init__(self) -> None:
         self.value = torch.zeros(2)
 
@@ -330,6 +334,7 @@ def epoch_of_variables(checkpoints: ddpkit.Checkpoints, mean: Mean, dies: int) -
     for _ in checkpoints.steps(range(6)):
         right += 1
         mean.value = 0.9 * mean.value + 0.1
+        Mean.steps += 1
         if checkpoints.step == dies - 1:
             checkpoints.save()
         if checkpoints.step == dies:
@@ -353,12 +358,14 @@ def train_with_variables(folder: Path, dies: int = 0) -> None:
     stage = 0
     scores: list[float] = []
     names = iter(torch.utils.data.DataLoader(range(100)))
+    turns = itertools.count()
     for epoch in checkpoints.epochs(4):
         size = 32 if epoch < 2 else 64
         assert size
         if epoch == 1:
             net[1].p = 0.5
         next(names)
+        next(turns)
         torch.rand(1, generator=generator)
         draws.random()
         augment.RNG.random()
@@ -372,16 +379,17 @@ def train_with_variables(folder: Path, dies: int = 0) -> None:
 @pytest.mark.parametrize(
     ("dies", "anew"),
     [
-        (3, "mean.value right"),  # in the first epoch
+        (3, "Mean.steps mean.value right"),  # in the first epoch
         # between epochs
         (
             12,
-            "augment.RNG draws generator mean.value names net.1.p optimizer.slow scores stage",
+            "Mean.steps augment.RNG draws generator mean.value names net.1.p optimizer.slow "
+            "scores stage turns",
         ),
         (
             15,
-            "augment.RNG draws generator mean.value names net.1.p optimizer.slow right "
-            "scores stage",
+            "Mean.steps augment.RNG draws generator mean.value names net.1.p optimizer.slow "
+            "right scores stage turns",
         ),
     ],
 )
@@ -399,10 +407,12 @@ def test_variables_start_anew(
     monkeypatch.setattr(process, "project", lambda: Path(__file__).parent)
     monkeypatch.setitem(sys.modules, "augment", augment)
     augment.RNG = np.random.default_rng(0)
+    Mean.steps = 0
     with pytest.raises(Killed):
         train_with_variables(tmp_path, dies)
     capsys.readouterr()
     augment.RNG = np.random.default_rng(0)
+    Mean.steps = 0
     train_with_variables(tmp_path)
     said = re.findall("warning: (.*) not restored:", capsys.readouterr().out)
     assert set(", ".join(said).split(", ")) == set(anew.split())
