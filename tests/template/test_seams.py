@@ -470,6 +470,15 @@ def test_a_counter(edited: Callable[[str], Edited]) -> None:
 
 
 @pytest.mark.parametrize("project", TASKS[:1], indirect=True)
+def test_epochs_between_evaluations(edited: Callable[[str], Edited]) -> None:
+    """Of six the fifth and the last are evaluated."""
+    seldom = edited("seldom")
+    seldom.result(epochs=6)
+    scores = [row["val_loss"] for row in rows(seldom.out / "whole")]
+    assert [number for number, score in enumerate(scores, 1) if score] == [5, 6]
+
+
+@pytest.mark.parametrize("project", TASKS[:1], indirect=True)
 def test_regression(edited: Callable[[str], Edited]) -> None:
     numbers = edited("regression")
     assert numbers.result()["mae"] > 0
