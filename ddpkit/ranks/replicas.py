@@ -75,8 +75,8 @@ def prepare_network(network: nn.Module) -> None:
         return
     _prepared.add(ddp_model)
     ranks = distributed.world_size()
-    if isinstance(ddp_model, DistributedDataParallel) and ranks > 2:
-        _settle_buckets(ddp_model)  # a sum of two is the same in any order
+    if isinstance(ddp_model, DistributedDataParallel):
+        _settle_buckets(ddp_model)
     if isinstance(ddp_model, REPLICATED):
         ddp_model.register_forward_pre_hook(lambda module, _: _called.add(module))
     elif ranks > 1:
@@ -100,11 +100,12 @@ class _EachWeight(nn.Module):
 
 
 def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
-    """Run a pass, not of the network, after which DDP sums the gradients in its final order.
+    """Run a pass, not of the network, after which DDP has the gradients in their final places.
 
-    Without it the first step of a resumed run would differ in the last bits.
+    Without it the first step of a resumed run would differ in the last bits: sums of more than two
+    ranks have another order, and those of BLAS, as Prodigy's, follow a tensor's address.
     """
-    if ddp_model.static_graph:
+    if ddp_model.static_graph and distributed.world_size() > 2:
         distributed.print0(
             "warning: with static_graph=True on more than two ranks a resumed run differs in "
             "the last bits: DDP sums in another order in its first step"

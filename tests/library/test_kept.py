@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from generated import refusal
 from ranks import draw_nothing, on_ranks
@@ -424,3 +426,50 @@ def test_loaders_side_by_side(tmp_path: Path) -> None:
     assert whole[0] != whole[1] != whole[2]
     again = [*orders(tmp_path / "stopped", 1), *orders(tmp_path / "stopped", 3)]
     assert again == whole
+
+
+class ByDot(torch.optim.SGD):
+    """Its rate depends on a sum by BLAS, as Prodigy's does."""
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                drawn = torch.dot(weight.grad.flatten(), weight.flatten()).item()
+                group["lr"] += 1e-3 * abs(drawn)
+        super().step()
+
+
+def of_sums(folder: Path, dies_after: int = -1) -> dict:
+    torch.manual_seed(0)
+    sizes = 7, 333, 129, 1021, 5
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    net = nn.Sequential(*layers)
+    optimizer = ByDot(net.parameters(), 1e-3)
+    checkpoints = ddpkit.Checkpoints(folder, save_every=1, net=net, optimizer=optimizer)
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    for _ in checkpoints.epochs(1):
+        for _ in checkpoints.steps(range(8), model):
+            model(torch.randn(16, 7)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if checkpoints.step == dies_after:
+                raise Killed
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sums_that_follow_addresses(tmp_path: Path, ranks: int) -> None:
+    """The gradients of a run that goes on lie where they lay: a sum by BLAS has the same bits."""
+
+    @on_ranks(ranks)
+    def act() -> None:
+        whole = of_sums(tmp_path / "whole")
+        for dies_after in 2, 5:
+            with contextlib.suppress(Killed):
+                of_sums(tmp_path / "stopped", dies_after)
+        assert samples.checksum(of_sums(tmp_path / "stopped")) == samples.checksum(
+            whole
+        )
+
+    act()
