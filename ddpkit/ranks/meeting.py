@@ -172,9 +172,7 @@ def _leave_note(store: dist.Store, rank: int, size: int, note: dict) -> str:
     if kept["id"] == note["id"]:
         return ""
     nodes = ", ".join(sorted({kept["node"], note["node"]}))
-    return (
-        f"RANK={rank} is there twice ({nodes}): give each its own, and each run a port"
-    )
+    return f"two processes have RANK={rank} ({nodes}): give each its own, and each run a port"
 
 
 def _await_notes(store: dist.Store, rank: int, keys: list[str], seconds: float) -> str:

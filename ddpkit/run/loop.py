@@ -566,9 +566,9 @@ class Run(Checkpoints):
     def _count(self, before: int) -> None:
         if self.step != before + 1:
             raise UserError(
-                "run.end_step was not called once in a turn of the loop over run.steps, which "
-                "is one optimizer step; for more batches per step use --accumulate, such as "
-                "--accumulate 4; to leave a step out, call it all the same"
+                "run.end_step has to be called exactly once per iteration of run.steps, which is "
+                "one optimizer step, also if you skip it; for more batches per step use "
+                "--accumulate, such as --accumulate 4"
             )
 
     def _log(self, grad_norm: Tensor | None) -> None:

@@ -756,7 +756,9 @@ class Checkpoints:
 
     def _leave(self) -> NoReturn:
         self._write_step()
-        how = " with resume auto" if self.folder.resume == "never" else ""
+        how = (
+            " with resume=auto (--resume auto)" if self.folder.resume == "never" else ""
+        )
         exit_stopped(
             f"and saved at {self._position()}; run the same command again{how} to resume"
         )

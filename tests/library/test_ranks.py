@@ -141,7 +141,7 @@ def test_a_stray():
     store = dist.HashStore()
     assert come(store, 0, 1, 3) == "joined"
     for rank, size, line in (
-        (0, 1, "RANK=0 is there twice ("),
+        (0, 1, "two processes have RANK=0 ("),
         (
             1,
             2,
