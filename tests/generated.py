@@ -104,11 +104,13 @@ class Ranks:
         return ranks.said(Path(self.folder.name, "said"))
 
     def end(self, seconds: float = 120) -> Done:
-        """Wait for all; those that are left after `seconds` are killed."""
+        """Wait for all, which end within `seconds`; else they are killed, and the test fails."""
+        began = time.monotonic()
         statuses = ranks.wait(self.pids, seconds)
         out, err = self.said()
         self.folder.cleanup()
         LIVE.difference_update(self.pids)
+        assert time.monotonic() - began < seconds, (out, err)
         return Done(statuses, out, err, left())
 
 

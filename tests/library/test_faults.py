@@ -195,7 +195,10 @@ def test_a_value_of_every_rank(project, data, tmp_path):
         after_step(3, hang, 1)()
         after_step(3, die, 2)()
 
-    done = project.train(data, tmp_path, on=3, patch=patch)
+    started = project.start(project.flags(data, tmp_path), on=3, patch=patch)
+    wait_for(lambda: "\nrank 2: " in started.said()[0])
+    started.kill(signal.SIGKILL, 0, 1)  # which no launcher ends
+    done = started.end()
     assert not done.left
     assert re.search(r"^rank 0: epoch 1, .*: \[3, 'x'\]$", done.out, re.M), done.out
     assert re.search(
