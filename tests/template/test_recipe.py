@@ -1,5 +1,7 @@
 """recipe.py: optimizers, schedules, averaged weights, frozen layers, the end before --epochs."""
 
+import csv
+import gzip
 import io
 import json
 import os
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -24,6 +27,7 @@ from generated import (
     rows,
 )
 from pages import TASKS, TEMPLATE
+from PIL import Image
 from ranks import on_ranks
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, PolynomialLR
@@ -252,6 +256,65 @@ def test_signs(tmp_path: Path) -> None:
     assert found["signs10/val"] < found["signs/val"]
     trained = found["signs/train"] | found["signs10/train"]
     assert not trained & found["signs/val"]
+
+
+def test_several_digits(tmp_path: Path) -> None:
+    """Labels are those of the digits in an image; none of a digit's images is in both parts."""
+    package = tmp_path / "sklearn/datasets/data"
+    package.mkdir(parents=True)
+    # an image of digit d has d + 1 bright pixels, or half as bright ones
+    lines = []
+    for number in range(1797):
+        digit = number % 10
+        pixels = [0] * 64
+        pixels[: digit + 1] = [16 if number < 1437 else 8] * (digit + 1)
+        lines.append(",".join(map(str, [*pixels, digit])))
+    with gzip.open(package / "digits.csv.gz", "wt") as file:
+        file.write("\n".join(lines))
+    script = TEMPLATE / "tasks/classification/recipes/several_digits.py"
+    subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=True,
+    )
+    data = tmp_path / "data/several_digits"
+    counts = {}
+    for part, brightness in (("train", 240), ("val", 120)):
+        with open(data / f"{part}.csv") as file:
+            table = list(csv.DictReader(file))
+        counts[part] = len(table)
+        for row in table:
+            digits = [int(each) for each in row["label"].split(";")]
+            assert len(set(digits)) == len(digits) <= 3
+            pixels = np.array(Image.open(data / row["file"]))
+            assert set(np.unique(pixels)) == {0, brightness}
+            drawn = (pixels > 0).sum()
+            once = sum(digits) + len(digits)
+            # a digit may be there twice, with one label
+            assert drawn == once or (len(digits) < 3 and drawn > once)
+    assert counts == {"train": 2000, "val": 500}
+
+
+def test_f1_of_cracks(tmp_path: Path) -> None:
+    """Half of the pixels one off, half of them far away; what is not found lowers the recall."""
+    truth = np.zeros((20, 20), np.uint8)
+    truth[4, :10] = 1
+    found = np.zeros_like(truth)
+    found[5, :10] = 1
+    found[15, :10] = 1
+    for name, mask in (("found", found), ("truth", truth)):
+        (tmp_path / name).mkdir()
+        Image.fromarray(mask).save(tmp_path / name / "1.png")
+    script = TEMPLATE / "tasks/segmentation/recipes/crack_f1.py"
+    said = subprocess.check_output(
+        [sys.executable, script, "found", "truth"], cwd=tmp_path, text=True
+    )
+    assert said.splitlines() == [
+        "0 pixels: precision 0.000, recall 0.000, F1 0.000",
+        "2 pixels: precision 0.500, recall 1.000, F1 0.667",
+        "5 pixels: precision 0.500, recall 1.000, F1 0.667",
+    ]
 
 
 @both_tasks

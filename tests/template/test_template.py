@@ -59,11 +59,18 @@ OF_THE_TASK = {
         "recipes/elpv.py",
         "recipes/elpv.txt",
         "recipes/elpv_tuned.txt",
+        "recipes/several_digits.py",
+        "recipes/several_digits.txt",
         "recipes/signs.py",
         "recipes/signs10.txt",
     },
     "segmentation": OF_BOTH
-    | {"losses.py", "recipes/cracks_unet.txt", "recipes/crackforest.txt"},
+    | {
+        "losses.py",
+        "recipes/crack_f1.py",
+        "recipes/crackforest.txt",
+        "recipes/cracks_unet.txt",
+    },
 }
 RENDERED = {"EDITS.md", "README.md"}
 WRITTEN = {"LICENSE", "pyproject.toml"}  # by a hook, with the answers
