@@ -296,27 +296,6 @@ def test_several_digits(tmp_path: Path) -> None:
     assert counts == {"train": 2000, "val": 500}
 
 
-def test_f1_of_cracks(tmp_path: Path) -> None:
-    """Half of the pixels one off, half of them far away; what is not found lowers the recall."""
-    truth = np.zeros((20, 20), np.uint8)
-    truth[4, :10] = 1
-    found = np.zeros_like(truth)
-    found[5, :10] = 1
-    found[15, :10] = 1
-    for name, mask in (("found", found), ("truth", truth)):
-        (tmp_path / name).mkdir()
-        Image.fromarray(mask).save(tmp_path / name / "1.png")
-    script = TEMPLATE / "tasks/segmentation/recipes/crack_f1.py"
-    said = subprocess.check_output(
-        [sys.executable, script, "found", "truth"], cwd=tmp_path, text=True
-    )
-    assert said.splitlines() == [
-        "0 pixels: precision 0.000, recall 0.000, F1 0.000",
-        "2 pixels: precision 0.500, recall 1.000, F1 0.667",
-        "5 pixels: precision 0.500, recall 1.000, F1 0.667",
-    ]
-
-
 @both_tasks
 @on_ranks(1)
 def test_imagenet_weights(project: Project, tmp_path: Path) -> None:
