@@ -108,7 +108,7 @@ def to_color(value: object) -> Color | None:
     """Return the colour that #rrggbb or the numbers red, green, blue mean; None of what is none."""
     if isinstance(value, str) and re.fullmatch("#[0-9a-fA-F]{6}", value):
         value = list(bytes.fromhex(value[1:]))
-    if not isinstance(value, list | tuple) or len(value) < 3:
+    if not isinstance(value, list) or len(value) < 3:
         return None
     if not all(isinstance(n, int) and 0 <= n <= 255 for n in value[:3]):
         return None

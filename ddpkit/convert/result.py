@@ -298,9 +298,7 @@ def put_image(source: Path, target: Path) -> Path:
     try:
         try:
             os.link(real, path)
-        except FileExistsError:
-            raise
-        except OSError:  # another disk, or one without hard links
+        except OSError:  # it is there, or another disk, or one without hard links
             # never into a file that is there: it may be a link to an image of the source
             with files.open_file(real) as image, open(path, "xb") as copy:
                 shutil.copyfileobj(image, copy)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from ddpkit.errors import UserError
 
 DIFFER = "have other Unicode forms (NFC, NFD), blanks or invisible letters"
+MOST_LETTERS = 255  # of a class name, as of a folder
 
 
 def seen(name: str) -> str:
@@ -24,9 +25,14 @@ def hint_at_look(name: str, others: Iterable[str]) -> str:
 
 
 def refuse_alike(names: Iterable[str], where: object) -> None:
-    """Raise a UserError if two names look the same."""
+    """Raise a UserError if two names of classes look the same, or if one is endless."""
     first: dict[str, str] = {}
     for name in names:
+        if len(name) > MOST_LETTERS:
+            raise UserError(
+                f"{where}: the class {name[:40]} ... has {len(name):,} letters in its name, more "
+                f"than {MOST_LETTERS}; shorten it"
+            )
         other = first.setdefault(seen(name), name)
         if other != name:
             raise UserError(
