@@ -21,7 +21,7 @@ from ddpkit.convert import (
     runs,
     yolo,
 )
-from ddpkit.convert.labels import PARTS, LabelledSet
+from ddpkit.convert.labels import LabelledSet
 from ddpkit.convert.tree import Tree, ending_of, folder_of
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import places
@@ -252,7 +252,7 @@ def refuse_layout(tree: Tree, has_masks: bool) -> None:
     root = tree.path(os.path.commonpath(around or [""]))
     try:
         with contextlib.redirect_stdout(None):  # what it says of folders
-            place = places.find_places(root, has_masks, PARTS)["train"]
+            place = places.find_places(root, has_masks, places.PARTS)["train"]
     except UserError:
         return
     folders = places.inner_folders(place.images)

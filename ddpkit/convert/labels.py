@@ -13,7 +13,6 @@ from ddpkit.vision import places
 from ddpkit.vision.masks import usual_name
 from ddpkit.vision.names import refuse_alike, seen
 
-PARTS = tuple(places.PARTS)  # train, val, test
 part_of = places.part_of
 BACKGROUND = "background"
 Size = tuple[int, int]  # height and width

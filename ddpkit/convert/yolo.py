@@ -216,9 +216,9 @@ def yolo_shapes(
             raise UserError(
                 f"{where}: expected CLASS X Y X Y X Y ...; repair or remove it"
             ) from None
-        if label not in label_of:
+        if values[0] not in label_of:
             raise UserError(
-                f"{where}: class {label} is not among the names of data.yaml; add it there"
+                f"{where}: class {values[0]:g} is not among the names of data.yaml; add it there"
             )
         if len(values) == 5:  # CLASS, middle, width and height
             yield LeftOut("boxes without an outline", f"{stem_of(labels)}.txt")

@@ -7,8 +7,10 @@ import json
 import os
 import shlex
 import shutil
+import struct
 import time
 import unicodedata
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -618,6 +620,11 @@ def test_what_is_broken(kind: str, words: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "lines", "words"),
     [
+        (
+            "train/labels/a.txt",
+            "0.7 0 0 1 0 1 1",
+            "class 0.7 is not among the names of data.yaml",
+        ),
         (
             "train/labels/a.txt",
             "5 0 0 1 0 1 1",
@@ -1242,6 +1249,16 @@ def test_what_a_stranger_may_have_made(
     os.mkfifo(source / "b.png")
     write(source / "data.json", coco("b.png"))
     with pytest.raises(UserError):
+        convert.main([str(source), str(tmp_path / "out")])
+    (source / "b.png").unlink()
+    # of which only the header is read
+    sides = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 0, 0, 0, 0)
+    chunks = b""
+    for kind, body in (b"IHDR", sides), (b"IDAT", b""), (b"IEND", b""):
+        check = struct.pack(">I", zlib.crc32(kind + body))
+        chunks += struct.pack(">I", len(body)) + kind + body + check
+    (source / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+    with pytest.raises(UserError, match="60000 x 60000 pixels are more than max_meg"):
         convert.main([str(source), str(tmp_path / "out")])
     (source / "data.json").unlink()
     scipy.io.savemat(
