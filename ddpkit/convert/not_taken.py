@@ -14,7 +14,7 @@ SAVE = "save its images as DIR/train/CLASS/NUMBER.png"
 KNOWN = {
     '"segments_info"': "COCO panoptic; take instances_*.json in its place",
     '"_via_|"region_attributes"': "VIA; export it as COCO (Export Annotations (COCO format))",
-    '"classTitle"': "Supervisely; export it as COCO, or as masks",
+    '"classTitle"|"className"|"label_classes"': "Supervisely, SuperAnnotate, Hasty; export COCO",
     '"predicted_iou"': "SA-1B, whose masks have no classes",
     '"schema_ref"|"workview_url"': "V7 Darwin; export it as COCO, or as semantic masks",
     '"data_row"|"Labeled Data"': "Labelbox; convert it to COCO with the package labelbox",
@@ -50,7 +50,7 @@ KNOWN = {
 
 # of a folder of masks, or of one beside its image
 MASK = re.compile(
-    r"(?<![a-z])(masks?|labels?|seg\w*|annot\w*|gt|truth|manual|instances?|semantic)"
+    r"(?<![a-z])(masks?|labels?|seg\w*|ann(ot\w*)?|gt|truth|manual|instances?|semantic)"
     r"(?![a-z]).*\.(png|gif|tiff?|bmp)$",
     re.IGNORECASE,
 )

@@ -205,7 +205,8 @@ class Tree:
                     raise UserError(
                         f"{path}: {best} and {column} may each name the images, {one} and {other} "
                         "in one row; remove the wrong column, or write the endings of the files "
-                        "in the right one"
+                        "in the right one; if one is of masks, call the file train.csv, and the "
+                        "columns image and mask, which training reads"
                     )
         return best
 

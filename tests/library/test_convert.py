@@ -1087,6 +1087,11 @@ def test_the_column_that_names_images(
         write(source / "l.csv", f"{columns}\n{rows}")
         converted(source, capsys)
         assert images_in(source).keys() == expected
+    for n in "1234":
+        save(source / f"m{n}.png")
+    pairs = "".join(f"{n}.jpg,m{n}.png\n" for n in "1234")
+    write(source / "l.csv", f"image,mask\n{pairs}")
+    assert "call the file train.csv, and the columns image and mask" in refusal(source)
     # of runs, too
     write(source / "l.csv", "id,photo,rle\n1,4.jpg,1 5\n2,3.jpg,20 5\n3,2.jpg,\n")
     converted(source, capsys)
@@ -1503,7 +1508,12 @@ def test_outlines_of_four_points(tmp_path: Path) -> None:
             "COCO panoptic; take instances_",
         ),
         ("via.json", {"_via_settings": {}}, "VIA; export it as COCO"),
-        ("a.jpg.json", {"objects": [{"classTitle": "c"}]}, "Supervisely; export"),
+        (
+            "a.jpg.json",
+            {"objects": [{"classTitle": "c"}]},
+            "Supervisely, SuperAnnotate",
+        ),
+        ("h.json", {"label_classes": []}, "Hasty; export COCO"),
         ("sa_1.json", {"annotations": [{"predicted_iou": 1}]}, "SA-1B"),
         ("a.json", {"schema_ref": "x", "item": {}}, "V7 Darwin; export it as COCO"),
         ("x.ndjson", {"data_row": {}}, "Labelbox; convert it to COCO"),
@@ -1541,6 +1551,7 @@ def test_what_is_not_taken(
     ("names", "words"),
     [
         (["1_seg.png", "1.jpg", "2.jpg"], "if 1_seg.png is a mask"),
+        (["img_dir/1.jpg", "ann_dir/1.png"], "if ann_dir/1.png is a mask"),
         (["in/1.png", "instances/1.png"], "if instances/1.png is a mask, name the"),
         (
             ["x/21.tif", "1st_manual/21_manual1.gif"],
