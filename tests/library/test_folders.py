@@ -754,6 +754,14 @@ def test_recipes_of_shell(tmp_path: Path) -> None:
         assert Path(image).parents[1] == Path(mask).parent
         first = Image.open(mask).crop((0, 0, 4, 1)).tobytes()
         assert [*first] == [0, 255, 255, 0]
+    ends = tmp_path / "ends"
+    (ends / "train").mkdir(parents=True)
+    for name in "1.jpg", "1_mask.png", "2.jpg", "2_mask.png":
+        Image.new("L", (8, 8)).save(ends / "train" / name)
+    run_recipe(title, 4, ends)
+    pairs = folders.read_list(ends / "train.csv", ["image", "mask"])
+    names = [[Path(path).name for path in pair] for pair in pairs]
+    assert names == [["1.jpg", "1_mask.png"], ["2.jpg", "2_mask.png"]]
     run_recipe("Group k-fold", 1, tmp_path)
     train, val, _ = folders.find_labelled(patients)
     groups = [{Path(sample[0]).name[:2] for sample in part} for part in (train, val)]
