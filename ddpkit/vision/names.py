@@ -19,7 +19,7 @@ def seen(name: str) -> str:
 
 def hint_at_look(name: str, others: Iterable[str]) -> str:
     """Return a remark if one of `others` looks the same as a name that is none of them."""
-    if seen(name) in map(seen, others):
+    if any(seen(name) == seen(each) for each in others if each != name):
         return f"; there is one that looks the same, but they {DIFFER}: rename it"
     return ""
 

@@ -286,7 +286,7 @@ def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) ->
     kept[0] = f"{header},note"  # without the blanks
     assert table.read_text().splitlines() == kept
     assert "left out: " in done.out
-    assert "gone.png does not exist" in done.out
+    assert "gone.png is no file" in done.out
     done = project.train(data, tmp_path / "run", "--epochs", 2, on=1).ok()
     assert "other training images than before the stop\n" in done.out
 
