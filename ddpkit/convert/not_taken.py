@@ -69,10 +69,10 @@ def refuse_known(tree: Tree) -> None:
                 raise UserError(f"{tree.path(name)}: {what}")
     for name in filter(MASK.search, names):
         raise UserError(
-            f"{tree.root}: if {name} is a mask, name the folders images and masks; save numbers of "
-            "classes, such as NUMBER // 1000 of instances, or R // 10 * 256 + G of ADE20K's "
-            "colours; if 0 is no data, write void = 0 into classes.txt. If its folder is a class: "
-            "python -m ddpkit check takes class folders"
+            f"{tree.root}: if {name} is a mask, name the folders images and masks, with a mask for "
+            "each image; save numbers of classes, such as NUMBER // 1000 of instances, or R // 10 "
+            "* 256 + G of ADE20K's colours; if 0 is no data, write void = 0 into classes.txt. If "
+            "its folder is a class: python -m ddpkit check takes class folders"
         )
 
 
