@@ -7,6 +7,7 @@ These are habits, not formats: classes.txt beside them says what values mean.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from ddpkit.vision import images, masks
 
 ARRAYS = {".npy", ".mat"}
 # of which a .mat file with several arrays has the mask in the first one there is
-MASK_FIELDS = ("seg", "mask", "label", "gt", "truth")
+MASK_FIELD = re.compile("seg|mask|label|gt|truth", re.IGNORECASE)
 
 
 def find_arrays(tree: Tree) -> list[str]:
@@ -119,7 +120,7 @@ def load_values(path: Path | str) -> np.ndarray:
         raise
     except Exception as error:  # scipy raises many kinds
         raise UserError(f"{path}: cannot be read ({reason_of(error)})") from None
-    arrays.sort(key=lambda each: not any(x in each[0].lower() for x in MASK_FIELDS))
+    arrays.sort(key=lambda each: not MASK_FIELD.search(each[0]))
     for _, values in arrays:
         is_grid = values.ndim == 2 and min(values.shape) > 1
         if not is_grid or values.dtype.kind not in "buif":
@@ -147,7 +148,8 @@ def load_mat(path: Path | str) -> dict:
             # compressed, a few bytes may stand for any number of pixels
             pixels = sum(math.prod(shape) for _, shape, _ in whosmat(file))
             DEFAULT_FORMAT.check_size(str(path), (pixels, 1))
-            return loadmat(file)
+            # structures as dicts
+            return loadmat(file, simplify_cells=True)
     except NotImplementedError:  # a file of version 7.3
         raise UserError(
             f"{path}: of MATLAB 7.3; save it anew with save(..., '-v7')"
@@ -158,14 +160,10 @@ def arrays_in(content: object, name: str = "") -> Sequence[tuple[str, np.ndarray
     """Return the arrays in what a .mat file holds, each with the name of its field."""
     if isinstance(content, dict):
         inner = [(key, each) for key, each in content.items() if key[:2] != "__"]
-    elif isinstance(content, np.void) and content.dtype.names:
-        inner = [(key, content[key]) for key in content.dtype.names]
-    elif isinstance(content, np.ndarray) and (
-        content.dtype.names or content.dtype == object
-    ):
-        inner = [(name, each) for each in content.reshape(-1)]
-    elif isinstance(content, np.ndarray):
+    elif isinstance(content, np.ndarray) and content.dtype != object:
         return [(name, content)]
+    elif isinstance(content, list | np.ndarray):
+        inner = [(name, each) for each in content]
     else:
         return []
     return [array for key, each in inner for array in arrays_in(each, key)]

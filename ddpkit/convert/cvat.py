@@ -44,7 +44,6 @@ from ddpkit.convert.shapes import (
     turned,
 )
 from ddpkit.convert.tree import Tree, folder_of
-from ddpkit.errors import UserError
 
 KINDS = ("polygon", "box", "ellipse", "mask")
 HEAD = b"<annotations"
@@ -60,9 +59,10 @@ def find_cvat(tree: Tree) -> list[str]:
 
 
 def read_cvat(tree: Tree, names: Sequence[str]) -> LabelledSet:
-    roots: dict[str, Element] = {}
-    for name in names:
-        roots[name] = files.parse(tree.path(name), ElementTree.fromstring, "XML")
+    roots = {
+        name: files.parse(tree.path(name), ElementTree.fromstring, "XML")
+        for name in names
+    }
     colors: dict[str, Color | None] = {}
     for root in roots.values():
         for label in root.findall(".//meta//labels/label"):
@@ -114,8 +114,9 @@ def cvat_cover(mark: Element, where: str) -> Area | list[np.ndarray]:
     """Return the pixels of <mask>, or the outline of the other elements that have an inside."""
     numbers = partial(numbers_of, mark.get, where)
     if mark.tag == "mask":
-        box = [int(number) for number in numbers("left", "top", "width", "height")]
-        return boxed_area(mark.get("rle", ""), box, where)
+        left, top, width, height = map(int, numbers("left", "top", "width", "height"))
+        counts = mark.get("rle", "").split(",")
+        return Area(top, left, fill_counts(counts, (height, width), where, False))
     if mark.tag == "polygon":
         pairs = [pair.split(",") for pair in mark.get("points", "").split(";")]
         return [to_points(pairs, where)]
@@ -125,16 +126,3 @@ def cvat_cover(mark: Element, where: str) -> Area | list[np.ndarray]:
         x, y, across, down = numbers("cx", "cy", "rx", "ry")
         points = oval((x, y), (across, down))
     return [turned(points, float(mark.get("rotation", 0)))]
-
-
-def boxed_area(text: str, box: Sequence[int], where: str) -> Area:
-    """Return the area of runs along the rows of a box: left, top, width, height."""
-    left, top, width, height = box
-    try:
-        counts = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise UserError(
-            f"{where}: its runs (RLE) are no numbers; export it anew"
-        ) from None
-    inside = fill_counts(counts, (height, width), where, by_columns=False)
-    return Area(top, left, inside)

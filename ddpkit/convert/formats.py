@@ -21,7 +21,7 @@ from ddpkit.convert import (
     runs,
     yolo,
 )
-from ddpkit.convert.labels import PARTS, LabelledSet
+from ddpkit.convert.labels import LabelledSet
 from ddpkit.convert.tree import Tree, ending_of, folder_of
 from ddpkit.errors import UserError, shorten
 from ddpkit.vision import places
@@ -60,6 +60,14 @@ RUNS = LabelFormat(
     runs.find_runs,
     runs.read_runs,
 )
+YOLO = LabelFormat(
+    "yolo",
+    "YOLO outlines, data.yaml",
+    "no YAML file in it has names, and a train or val; nor is there a classes.txt, a name in each "
+    "line",
+    yolo.find_yolo,
+    yolo.read_yolo,
+)
 # Those that a file of their own shows
 CERTAIN = [
     COCO,
@@ -77,14 +85,7 @@ CERTAIN = [
         label_studio.find_label_studio,
         label_studio.read_label_studio,
     ),
-    LabelFormat(
-        "yolo",
-        "YOLO outlines, data.yaml",
-        "no YAML file in it has names, and a train or val; nor is there a classes.txt, a name in "
-        "each line",
-        yolo.find_yolo,
-        yolo.read_yolo,
-    ),
+    YOLO,
     LabelFormat(
         "cvat-xml",
         "CVAT for images, XML",
@@ -174,32 +175,25 @@ LIKELY = [
         image_labels.read_lists,
     ),
 ]
-# Those that nothing shows, so that they have to be named
+
+
+def variant(format: LabelFormat, name: str, what: str, **options: bool) -> LabelFormat:
+    """Return a format of which nothing shows how it is meant, read with these options."""
+    return replace(
+        format,
+        name=f"{format.name}-{name}",
+        what=f"{format.what}, {what}",
+        read=partial(format.read, **options),
+    )
+
+
+# Those that have to be named
 NAMED = [
-    replace(
-        COCO,
-        name="coco-objects",
-        what="COCO JSON, with crowds as objects",
-        read=partial(coco.read_coco, are_objects=True),
-    ),
-    replace(
-        COCO,
-        name="coco-void",
-        what="COCO JSON, with crowds as void",
-        read=partial(coco.read_coco, are_objects=False),
-    ),
-    replace(
-        RUNS,
-        name="rle-csv-rows",
-        what="Kaggle's runs (RLE), along the rows",
-        read=partial(runs.read_runs, by_columns=False),
-    ),
-    replace(
-        RUNS,
-        name="rle-csv-columns",
-        what="Kaggle's runs (RLE), down the columns",
-        read=partial(runs.read_runs, by_columns=True),
-    ),
+    variant(COCO, "objects", "with crowds as objects", are_objects=True),
+    variant(COCO, "void", "with crowds as void", are_objects=False),
+    variant(YOLO, "outlines", "of boxes, too", are_outlines=True),
+    variant(RUNS, "rows", "along the rows", by_columns=False),
+    variant(RUNS, "columns", "down the columns", by_columns=True),
 ]
 FORMATS = {format.name: format for format in (*CERTAIN, *LIKELY, *NAMED)}
 
@@ -223,14 +217,17 @@ def find_label_format(tree: Tree) -> LabelFormat:
             return fitting[0]
     tree.refuse_broken()
     refuse_layout(tree, has_masks=True)
-    not_taken.refuse_known(tree)
     image_labels.refuse_unclear(tree)
+    not_taken.refuse_known(tree)
     refuse_layout(tree, has_masks=False)
     endings = Counter(ending_of(name) or "without ending" for name in tree.files)
     listed = [f"{count} {ending}" for ending, count in endings.most_common()]
+    hint = (
+        not_taken.labels_in_names(tree) or f"--format takes one of {', '.join(FORMATS)}"
+    )
     raise UserError(
         f"{tree.named or tree.root}: no format that is known ({shorten(listed) or 'no files'}); "
-        f"--format takes one of {', '.join(FORMATS)}"
+        f"{hint}"
     )
 
 
@@ -255,7 +252,7 @@ def refuse_layout(tree: Tree, has_masks: bool) -> None:
     root = tree.path(os.path.commonpath(around or [""]))
     try:
         with contextlib.redirect_stdout(None):  # what it says of folders
-            place = places.find_places(root, has_masks, PARTS)["train"]
+            place = places.find_places(root, has_masks, places.PARTS)["train"]
     except UserError:
         return
     folders = places.inner_folders(place.images)

@@ -23,21 +23,12 @@ from ddpkit.convert.tree import Json, Rows, Tree
 from ddpkit.errors import UserError
 from ddpkit.vision import lists
 
-# Columns of labels, in small letters
-LABEL_COLUMNS = (
-    "label",
-    "labels",
-    "class",
-    "category",
-    "breed",
-    "species",
-    "target",
-    "tags",
+# Columns of labels; of captions or of objects; of boxes
+LABEL_COLUMN = re.compile(
+    "labels?|class|category|breed|species|target|tags", re.IGNORECASE
 )
-METADATA = ("metadata.csv", "metadata.jsonl")
-# columns of captions or of objects
-NO_LABELS = {"text", "caption", "captions", "prompt", "description", "objects"}
-BOX_COLUMNS = {"bbox", "xmin", "x_min", "xmax", "x_max", "x1", "x2", "bbox_x"}
+NO_LABELS = re.compile("text|captions?|prompt|description|objects", re.IGNORECASE)
+BOX_COLUMN = re.compile(r"[xy]_?(min|max|[12])|bbox\w*", re.IGNORECASE)
 BOX = re.compile(r"\S+( +-?[\d.]+){4}( .*)?")
 YES_NO = {"0", "1", "0.0", "1.0"}
 
@@ -50,7 +41,7 @@ def find_several(tree: Tree) -> list[str]:
 def find_metadata(tree: Tree) -> list[str]:
     """Return the lists of Hugging Face that have more than images."""
     names = []
-    for name in tree.files_named(*METADATA):
+    for name in tree.files_named("metadata.csv", "metadata.jsonl"):
         _, row = next(records(tree, name), (0, {}))
         if "file_name" in row and len(row) > 1:
             names.append(name)
@@ -113,14 +104,14 @@ def choose_columns(tree: Tree, name: str, rows: Rows) -> tuple[str, str, list[st
     part = lists.part_column(rows)
     first = rows[0][1]
     others = [each for each in first if each and each not in (image, part, "group")]
-    boxes = [each for each in others if each.lower() in BOX_COLUMNS]
+    boxes = list(filter(BOX_COLUMN.fullmatch, others))
     if boxes:
         raise UserError(
             f"{path}: column {boxes[0]} is of boxes around objects, which are neither labels of "
             "images nor outlines; export those"
         )
     columns = [each for each in others if each.lower() == "label"]
-    columns = columns or [each for each in others if each.lower() in LABEL_COLUMNS]
+    columns = columns or list(filter(LABEL_COLUMN.fullmatch, others))
     if len(columns) > 1:
         raise UserError(
             f"{path}: {' and '.join(columns)} may each be the labels; name the right one label"
@@ -146,17 +137,20 @@ def choose_columns(tree: Tree, name: str, rows: Rows) -> tuple[str, str, list[st
 
 def explain_cells(column: str, cells: Sequence[Json]) -> str:
     """Return what the cells of a column hold in place of labels of images; nothing of labels."""
-    if column.lower() in NO_LABELS or any(isinstance(cell, dict) for cell in cells):
+    has_objects = any(isinstance(cell, dict) for cell in cells)
+    if has_objects or NO_LABELS.fullmatch(column):
         return "has texts or objects, no labels of images; name the column of the labels label"
     labels = [label for cell in cells for label in labels_in(cell)]
+    are_boxes = "box" in column.lower()
     numbers = list(filter(runs.RUNS.fullmatch, labels))
-    if 2 * len(numbers) > len(labels):
+    if 2 * len(numbers) > len(labels) and not are_boxes:
         if any(len(text.split()) % 2 for text in labels):
             return "has several numbers in a cell; if they are labels, write ; between them"
         return "has pairs of numbers, as runs (RLE) of masks; if it is one, name it rle"
-    if 2 * len(list(filter(BOX.fullmatch, labels))) > len(labels):
+    boxes = list(filter(BOX.fullmatch, labels))
+    if are_boxes or 2 * len(boxes) > len(labels):
         return "has boxes around objects, not labels; add a column label"
-    is_known = column.lower() in LABEL_COLUMNS
+    is_known = LABEL_COLUMN.fullmatch(column)
     most = max(9, len(labels) - 1) if is_known else len(labels) / 2
     if len(set(labels)) > most:
         return (

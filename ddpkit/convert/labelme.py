@@ -8,14 +8,13 @@ It has no description; labelme's own examples, and `labelme/_label_file.py`, sho
 """
 
 import base64
-import binascii
 import io
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from ddpkit.convert.labels import LabelledSet, LeftOut, ObjectClasses, Size, part_of
 from ddpkit.convert.objects import Entries, MarkedImage, draw_objects, stated_size
@@ -122,7 +121,7 @@ def unpack_mask(text: Json, points: np.ndarray, where: str) -> Area:
         image = Image.open(io.BytesIO(base64.b64decode(text)), formats=["PNG"])
         DEFAULT_FORMAT.check_size(where, image.size)
         inside = np.array(image.convert("L")) > 0
-    except (TypeError, ValueError, binascii.Error, OSError, UnidentifiedImageError):
+    except (TypeError, ValueError, OSError):
         raise UserError(
             f"{where}: its mask is no PNG in base64; draw it anew"
         ) from None

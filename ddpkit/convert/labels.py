@@ -13,7 +13,6 @@ from ddpkit.vision import places
 from ddpkit.vision.masks import usual_name
 from ddpkit.vision.names import refuse_alike, seen
 
-PARTS = tuple(places.PARTS)  # train, val, test
 part_of = places.part_of
 BACKGROUND = "background"
 Size = tuple[int, int]  # height and width
@@ -108,7 +107,7 @@ def to_color(value: object) -> Color | None:
     """Return the colour that #rrggbb or the numbers red, green, blue mean; None of what is none."""
     if isinstance(value, str) and re.fullmatch("#[0-9a-fA-F]{6}", value):
         value = list(bytes.fromhex(value[1:]))
-    if not isinstance(value, list | tuple) or len(value) < 3:
+    if not isinstance(value, list) or len(value) < 3:
         return None
     if not all(isinstance(n, int) and 0 <= n <= 255 for n in value[:3]):
         return None

@@ -102,8 +102,12 @@ def read_pairs(
         # by class number in the folder; what is void stays so
         numbers = np.full(256, masks.VOID, np.uint8)
         numbers[: len(labels)] = [labelled.names.index(name) for name in labels]
-        read = partial(draw_file, draw, labels, numbers)
-        add_pairs(labelled, pairs_in(tree, folder), read)
+        for pair in pairs_in(tree, folder):
+            if isinstance(pair, LeftOut):
+                labelled.skipped.add(pair)
+                continue
+            read = partial(draw_file, draw, labels, numbers, pair.mask)
+            labelled.samples.append(Sample(pair.image, pair.part, read))
     # all have one, and each another
     if len({*color_of.values()}) == len(labelled.names):
         labelled.colors = [color_of[name] for name in labelled.names]
@@ -118,16 +122,6 @@ def draw_file(
     size: Size | None,
 ) -> np.ndarray:
     return same_size(numbers[draw(str(path), labels)], size, path)
-
-
-def add_pairs(labelled: LabelledSet, pairs: Pairs, draw: Callable) -> None:
-    """Add samples of the pairs to the set. draw: path of a mask, size of the image -> mask."""
-    for pair in pairs:
-        if isinstance(pair, LeftOut):
-            labelled.skipped.add(pair)
-        else:
-            sample = Sample(pair.image, pair.part, partial(draw, pair.mask))
-            labelled.samples.append(sample)
 
 
 def same_size(mask: np.ndarray, size: Size | None, path: Path) -> np.ndarray:
@@ -210,8 +204,8 @@ def match_masks(
 
 def match_folders(tree: Tree, of_images: str, of_masks: str) -> Pairs:
     """Yield the masks of a folder with the images of another one, and what has no partner."""
-    image_of = tree.keyed(of_images, tree.in_folder(of_images))
-    mask_of = tree.keyed(of_masks, tree.in_folder(of_masks))
+    image_of = tree.keyed(of_images)
+    mask_of = tree.keyed(of_masks)
     return match_masks(tree, image_of, mask_of, part_of(of_images))
 
 
@@ -347,17 +341,16 @@ def find_cityscapes(tree: Tree) -> list[str]:
 
 
 def read_cityscapes(tree: Tree, names: Sequence[str]) -> LabelledSet:
-    kinds = {name.rpartition("_")[2] for name in names}
-    kind = "labelIds.png" if "labelIds.png" in kinds else "labelTrainIds.png"
-    numbers = list(range(len(CITY_CLASSES)))
-    if kind == "labelIds.png":
+    with_ids = [name for name in names if name.endswith("_labelIds.png")]
+    numbers: Sequence[int] = range(len(CITY_CLASSES))
+    if with_ids:
         numbers = [int(number) for number, *_ in CITY_CLASSES]
     lines = []
     for number, (_, name, *_) in zip(numbers, CITY_CLASSES, strict=True):
         lines.append(f"{name} = {number}")
     others = set(range(CITY_IDS)) - set(numbers)
-    lines += [f"void = {number}" for number in (*sorted(others), masks.VOID)]
-    pairs = city_pairs(tree, [name for name in names if name.endswith(f"_{kind}")])
+    lines += [f"void = {number}" for number in sorted(others)]
+    pairs = city_pairs(tree, with_ids or names)
     labelled = read_pairs(tree, [""], lambda *_: pairs, lambda *_: lines)
     labelled.colors = [(int(r), int(g), int(b)) for _, _, r, g, b in CITY_CLASSES]
     return labelled
@@ -398,7 +391,7 @@ def read_camvid(tree: Tree, folders: Sequence[tuple[str, str]]) -> LabelledSet:
         for sample in labelled.samples:
             stem = sample.image.stem
             # the list may have names without endings, and with dots
-            if stem in held_out or stem_of(stem) in held_out:
+            if held_out & {stem, stem_of(stem)}:
                 sample.part = "val"
     return labelled
 
@@ -466,7 +459,7 @@ def read_class_masks(tree: Tree, folders: Sequence[Marks]) -> LabelledSet:
 def read_marks(
     tree: Tree, classes: ObjectClasses, of_images: str, of_class: dict[str, str]
 ) -> Entries:
-    image_of = tree.keyed(of_images, tree.in_folder(of_images))
+    image_of = tree.keyed(of_images)
     masks_of: dict[str, list[tuple[int, Path]]] = {key: [] for key in image_of}
     for name, folder in of_class.items():
         for mask in tree.in_folder(folder):

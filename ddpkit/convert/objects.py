@@ -24,6 +24,7 @@ from ddpkit.convert.shapes import Shapes, draw_shapes
 from ddpkit.convert.tree import Json, Tree
 from ddpkit.data.format import DEFAULT_FORMAT
 from ddpkit.errors import UserError
+from ddpkit.vision.names import refuse_alike
 
 
 @dataclass
@@ -96,6 +97,7 @@ def draw_objects(
     """
     labelled = LabelledSet([])
     if classes:
+        refuse_alike(classes.names, tree.root)
         labelled.names = classes.names
         labelled.colors = classes.colors
     for entry in chain.from_iterable(label_files):

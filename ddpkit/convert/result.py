@@ -15,7 +15,6 @@ from PIL import UnidentifiedImageError
 from ddpkit import files
 from ddpkit.convert.labels import (
     BACKGROUND,
-    PARTS,
     Color,
     LabelledSet,
     Sample,
@@ -25,7 +24,7 @@ from ddpkit.convert.labels import (
 from ddpkit.convert.objects import Drawing
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks.cpus import cpus
-from ddpkit.vision import folders, images, masks, pictures
+from ddpkit.vision import folders, images, masks, pictures, places
 from ddpkit.vision.bars import tqdm
 
 # Colours for void, of which the first is taken that no class has
@@ -185,7 +184,7 @@ def write_masks(
         put_image(sample.image, folder / sample.part / "images" / name)
         return sample.part, used
 
-    counts = dict.fromkeys(PARTS, 0)
+    counts = dict.fromkeys(places.PARTS, 0)
     there: set[int] = set()
     for part, used in in_threads(store, named):
         counts[part] += bool(used)
@@ -221,7 +220,7 @@ def write_images(
         columns.append("label")
     if any(sample.group for sample, _ in named):
         columns.append("group")
-    counts = dict.fromkeys(PARTS, 0)
+    counts = dict.fromkeys(places.PARTS, 0)
     lists: dict[str, list[list[str]]] = {}
     for sample, name in tqdm(named, unit="image", disable=None):
         place = folder / sample.part
@@ -282,6 +281,8 @@ def size_of(path: Path) -> Size | None:
     try:
         with images.open_header(path) as file:
             width, height = file.size
+            # of a PNG, EXIF may come behind the pixels, which are read then
+            images.DEFAULT_FORMAT.check_size(str(path), file.size)
             is_turned = file.getexif().get(images.ORIENTATION, 1) >= 5
             return (width, height) if is_turned else (height, width)
     except UnidentifiedImageError:
@@ -298,9 +299,7 @@ def put_image(source: Path, target: Path) -> Path:
     try:
         try:
             os.link(real, path)
-        except FileExistsError:
-            raise
-        except OSError:  # another disk, or one without hard links
+        except OSError:  # it is there, or another disk, or one without hard links
             # never into a file that is there: it may be a link to an image of the source
             with files.open_file(real) as image, open(path, "xb") as copy:
                 shutil.copyfileobj(image, copy)

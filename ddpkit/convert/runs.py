@@ -55,9 +55,7 @@ def run_column(tree: Tree, name: str) -> str:
 
 def not_read(name: str, rows: Rows, *read: str) -> list[str]:
     """Return a line that names the columns besides those that are read, or none."""
-    there = rows[0][1] if rows else ()
-    known = set(read)
-    others = [column for column in there if column and column not in known]
+    others = [column for column in rows[0][1] if column and column not in read]
     return [f"{name}: columns that are not read: {shorten(others)}"] if others else []
 
 
@@ -90,7 +88,7 @@ def read_runs(
         for number, row in rows:
             where = f"{path}, row {number}"
             image = row[images]
-            label = row[class_column] if class_column else ""
+            label = row.get(class_column, "")
             if images.lower() == BOTH:
                 image, _, label = image.rpartition("_")
             stated = lists.stated_part(row, split, where)

@@ -150,7 +150,7 @@ def oval(center: Sequence[float], radius: Sequence[float]) -> np.ndarray:
 
 
 def fill_counts(
-    counts: Sequence[int], size: Size, where: str, by_columns: bool = True
+    counts: Iterable[int | str], size: Size, where: str, by_columns: bool = True
 ) -> np.ndarray:
     """Return bool (H, W) of the lengths of runs, in turn outside and inside.
 
@@ -158,8 +158,13 @@ def fill_counts(
     """
     height, width = size
     DEFAULT_FORMAT.check_size(where, (width, height))
-    lengths = np.array(counts, np.int64)
-    if lengths.ndim != 1 or (lengths < 0).any() or lengths.sum() != height * width:
+    try:
+        lengths = np.array([int(count) for count in counts], np.int64)
+    except (ValueError, TypeError, OverflowError):
+        raise UserError(
+            f"{where}: its runs (RLE) are no whole numbers; export it anew"
+        ) from None
+    if (lengths < 0).any() or lengths.sum() != height * width:
         raise UserError(
             f"{where}: its runs (RLE) have {lengths.sum()} pixels, not the {width} x {height} of "
             "the image; export it anew"

@@ -182,7 +182,7 @@ class Tree:
         # by column: the image of each row, or ""; how well these are names
         names_of: dict[str, list[str]] = {}
         rank_of: dict[str, tuple[bool, int]] = {}
-        for column in filter(None, rows[0][1] if rows else ()):
+        for column in filter(None, rows[0][1]):
             if ending_of(column) in ENDINGS and self.named_as(column):
                 raise UserError(
                     f"{path}: its first line names an image; write the columns' names above it"
@@ -205,14 +205,14 @@ class Tree:
                     raise UserError(
                         f"{path}: {best} and {column} may each name the images, {one} and {other} "
                         "in one row; remove the wrong column, or write the endings of the files "
-                        "in the right one"
+                        "in the right one; if one is of masks, call the file train.csv, and the "
+                        "columns image and mask, which training reads"
                     )
         return best
 
     def refuse_outside(self, path: Path, near: str) -> None:
         """Raise a UserError of a path that `near` names beyond the source, of whatever is there."""
-        ends = os.path.abspath(path), os.path.abspath(self.root)
-        if os.path.commonpath(ends) != ends[1]:
+        if not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(self.root)):
             raise UserError(
                 f"{self.path(near)}: names {path}, outside of {self.root}; copy the images into "
                 "it, or name the folder around both"
@@ -267,8 +267,12 @@ class Tree:
             if self.path(name).resolve() not in used:
                 labelled.skipped.leave_out("images without labels", name)
 
-    def keyed(self, folder: str, names: Iterable[str]) -> dict[str, str]:
-        """Return the images of a folder by their paths in it, without endings; each has its own."""
+    def keyed(self, folder: str, names: Iterable[str] | None = None) -> dict[str, str]:
+        """Return images of a folder by their paths in it, without endings; each has its own.
+
+        names: of the images; None for all that there are.
+        """
+        names = self.in_folder(folder) if names is None else names
         return folders.index_by_name([(name, key_of(name, folder)) for name in names])
 
     @functools.cached_property
@@ -300,8 +304,7 @@ class Tree:
         """Return the CSV files of that name in any folder, if their first row has the column."""
         found = []
         for path in self.files_named(name):
-            _, row = next(self.rough_rows(path), (0, {}))
-            if column in row:
+            if column in next(self.rough_rows(path), (0, {}))[1]:
                 found.append(path)
         return found
 

@@ -23,7 +23,9 @@ from ddpkit.errors import UserError
 
 NUMBER = re.compile(r"-?\d*\.?\d+(e-?\d+)?")
 PART_KEYS = ("train", "val", "valid", "test")
-MOST_BRACKETS = 2000  # in a YAML file: of more in each other it takes hours
+# In a YAML file: bytes, of which 2**20 take seconds; brackets, of more in each other hours.
+MOST_OF_YAML = 1 << 21
+MOST_BRACKETS = 2000
 
 
 def find_yolo(tree: Tree) -> list[str]:
@@ -31,9 +33,8 @@ def find_yolo(tree: Tree) -> list[str]:
     names = []
     for name in tree.with_ending(".yaml", ".yml"):
         content = read_yaml(tree, name)
-        if not isinstance(content, dict) or not {"names", "nc"} & content.keys():
-            continue
-        if any(content.get(key) for key in PART_KEYS):
+        has_classes = isinstance(content, dict) and {"names", "nc"} & content.keys()
+        if has_classes and any(content.get(key) for key in PART_KEYS):
             names.append(name)
     return names or find_class_lists(tree)
 
@@ -64,12 +65,15 @@ def read_yaml(tree: Tree, name: str) -> Json:
         return yaml.safe_load(content)
 
     path = tree.path(name)
-    content = files.parse(path, read_content, "YAML", most=files.OF_TEXT)
+    content = files.parse(path, read_content, "YAML", most=MOST_OF_YAML)
     files.check_size(path, content)  # references to references may stand for gigabytes
     return content
 
 
-def read_yolo(tree: Tree, names: Sequence[str]) -> LabelledSet:
+def read_yolo(
+    tree: Tree, names: Sequence[str], are_outlines: bool = False
+) -> LabelledSet:
+    """Return the set. are_outlines: also if all look as oriented boxes (OBB)."""
     name = names[0]
     content = (
         read_list(tree, names) if ending_of(name) == ".txt" else read_yaml(tree, name)
@@ -84,7 +88,7 @@ def read_yolo(tree: Tree, names: Sequence[str]) -> LabelledSet:
     class_of = {int(number): text for number, text in numbered}
     classes = ObjectClasses(text for _, text in sorted(class_of.items()))
     label_of = {n: classes.number(text, name) for n, text in class_of.items()}
-    entries = marked_images(tree, names, content, label_of)
+    entries = marked_images(tree, names, content, label_of, are_outlines)
     return draw_objects(tree, classes, [entries])
 
 
@@ -101,7 +105,11 @@ def read_list(tree: Tree, names: Sequence[str]) -> Json:
 
 
 def marked_images(
-    tree: Tree, names: Sequence[str], content: Json, label_of: dict[int, int]
+    tree: Tree,
+    names: Sequence[str],
+    content: Json,
+    label_of: dict[int, int],
+    are_outlines: bool,
 ) -> Entries:
     used = set()
     for each in images_in_parts(tree, names[0], content):
@@ -117,6 +125,12 @@ def marked_images(
         used.add(labels)
         shapes = partial(yolo_shapes, tree, labels, label_of)
         yield MarkedImage(tree.path(image), part, str(tree.path(labels)), shapes)
+    counts = (len(line.split()) for own in used for line in tree.lines(own))
+    if not are_outlines and next(counts, 0) == 9 and all(n == 9 for n in counts):
+        raise UserError(
+            f"{tree.path(names[0])}: all outlines have four points, as oriented boxes (OBB) have; "
+            "if they are such, export outlines (segmentation), else add --format yolo-outlines"
+        )
     for image in tree.in_folder(""):
         labels = label_file(tree, image)
         if labels and labels not in used:
@@ -202,9 +216,9 @@ def yolo_shapes(
             raise UserError(
                 f"{where}: expected CLASS X Y X Y X Y ...; repair or remove it"
             ) from None
-        if label not in label_of:
+        if values[0] not in label_of:
             raise UserError(
-                f"{where}: class {label} is not among the names of data.yaml; add it there"
+                f"{where}: class {values[0]:g} is not among the names of data.yaml; add it there"
             )
         if len(values) == 5:  # CLASS, middle, width and height
             yield LeftOut("boxes without an outline", f"{stem_of(labels)}.txt")

@@ -181,7 +181,8 @@ def index_by_name(
 def find_list(root: Path, part: str) -> Path | None:
     """Return the list of a part in `root`, by any of its usual names, if there is one."""
     named = [root / f"{name}.csv" for name in places.PARTS[part]]
-    found = [path for path in named if path.exists()]
+    # also a link to nowhere, which is refused when it is read
+    found = [path for path in named if os.path.lexists(path)]
     if len(found) > 1:
         raise UserError(f"{found[0]} and {found[1]}: remove or rename one of them")
     if found and found[0] != named[0]:
@@ -246,7 +247,7 @@ def split(
 
 def has_lists(root: Path) -> bool:
     """Return whether the set is read from lists, not from folders."""
-    return (root / "train.csv").is_file()
+    return os.path.lexists(root / "train.csv")
 
 
 def has_test(root: Path, has_masks: bool) -> bool:
@@ -298,7 +299,7 @@ def read_parts(
 
 def add_groups(pairs: Pairs, path: Path, note: Note) -> Pairs:
     """Return pairs with the group of each image, if there is a list of groups at `path`."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return pairs
     group_of = dict(read_list(path, ("file", "group"), note))
     for image, *_ in pairs:
@@ -554,9 +555,9 @@ def _read_row(
             if not os.path.isfile(value):
                 folder, file = os.path.split(value)
                 there = os.listdir(folder) if os.path.isdir(folder) else ()
-                hint = hint_at_look(file, there)
                 raise UserError(
-                    f"{line}: {value} does not exist; correct the line{hint}"
+                    f"{line}: {value} is no file; correct the line"
+                    f"{hint_at_look(file, there)}"
                 )
         values.append(value)
     return tuple(values)

@@ -10,6 +10,7 @@ its value, and a coloured palette the number of its entry. Masks of one set have
 """
 
 import functools
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -110,7 +111,7 @@ def unnamed() -> Labels:
 
 def read_classes(path: Path) -> Labels:
     """Return what the classes.txt at `path` says, or beside it a list of another program."""
-    listed = path if path.is_file() else find_list(path.parent)
+    listed = path if os.path.lexists(path) else find_list(path.parent)
     return parse(read_lines(listed), listed) if listed else unnamed()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from ddpkit.errors import UserError
 
 DIFFER = "have other Unicode forms (NFC, NFD), blanks or invisible letters"
+MOST_LETTERS = 255  # of a class name, as of a folder
 
 
 def seen(name: str) -> str:
@@ -18,15 +19,20 @@ def seen(name: str) -> str:
 
 def hint_at_look(name: str, others: Iterable[str]) -> str:
     """Return a remark if one of `others` looks the same as a name that is none of them."""
-    if seen(name) in map(seen, others):
+    if any(seen(name) == seen(each) for each in others if each != name):
         return f"; there is one that looks the same, but they {DIFFER}: rename it"
     return ""
 
 
 def refuse_alike(names: Iterable[str], where: object) -> None:
-    """Raise a UserError if two names look the same."""
+    """Raise a UserError if two names of classes look the same, or if one is endless."""
     first: dict[str, str] = {}
     for name in names:
+        if len(name) > MOST_LETTERS:
+            raise UserError(
+                f"{where}: the class {name[:40]} ... has {len(name):,} letters in its name, more "
+                f"than {MOST_LETTERS}; shorten it"
+            )
         other = first.setdefault(seen(name), name)
         if other != name:
             raise UserError(

@@ -7,8 +7,10 @@ import json
 import os
 import shlex
 import shutil
+import struct
 import time
 import unicodedata
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,9 +176,10 @@ def yolo(root: Path) -> Expected:
 
     text = "train: ../train/images\nval: ../valid/images\nnames: [cat, dog]\n"
     write(root / "data.yaml", text)
+    large = [*LARGE, 2, 4]  # five points, as boxes have not
     for name in "train/images/a.png", "train/images/none.png", "valid/images/b.png":
         save(root / name)
-    write(root / "train/labels/a.txt", line(1, SMALL) + line(0, LARGE))
+    write(root / "train/labels/a.txt", line(1, SMALL) + line(0, large))
     write(root / "valid/labels/b.txt", "")
     write(root / "valid/labels/gone.txt", "")
     return {"train/a": two_boxes(), "val/b": two_boxes(0, 0)}
@@ -617,6 +620,11 @@ def test_what_is_broken(kind: str, words: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "lines", "words"),
     [
+        (
+            "train/labels/a.txt",
+            "0.7 0 0 1 0 1 1",
+            "class 0.7 is not among the names of data.yaml",
+        ),
         (
             "train/labels/a.txt",
             "5 0 0 1 0 1 1",
@@ -1079,6 +1087,11 @@ def test_the_column_that_names_images(
         write(source / "l.csv", f"{columns}\n{rows}")
         converted(source, capsys)
         assert images_in(source).keys() == expected
+    for n in "1234":
+        save(source / f"m{n}.png")
+    pairs = "".join(f"{n}.jpg,m{n}.png\n" for n in "1234")
+    write(source / "l.csv", f"image,mask\n{pairs}")
+    assert "call the file train.csv, and the columns image and mask" in refusal(source)
     # of runs, too
     write(source / "l.csv", "id,photo,rle\n1,4.jpg,1 5\n2,3.jpg,20 5\n3,2.jpg,\n")
     converted(source, capsys)
@@ -1241,6 +1254,16 @@ def test_what_a_stranger_may_have_made(
     os.mkfifo(source / "b.png")
     write(source / "data.json", coco("b.png"))
     with pytest.raises(UserError):
+        convert.main([str(source), str(tmp_path / "out")])
+    (source / "b.png").unlink()
+    # of which only the header is read
+    sides = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 0, 0, 0, 0)
+    chunks = b""
+    for kind, body in (b"IHDR", sides), (b"IDAT", b""), (b"IEND", b""):
+        check = struct.pack(">I", zlib.crc32(kind + body))
+        chunks += struct.pack(">I", len(body)) + kind + body + check
+    (source / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+    with pytest.raises(UserError, match="60000 x 60000 pixels are more than max_meg"):
         convert.main([str(source), str(tmp_path / "out")])
     (source / "data.json").unlink()
     scipy.io.savemat(
@@ -1449,6 +1472,29 @@ def test_turned_boxes_and_key_points(tmp_path: Path) -> None:
     assert "key points (kpt_shape), which have no inside" in refusal(pose)
 
 
+def test_outlines_of_four_points(tmp_path: Path) -> None:
+    """They may be oriented boxes, of which nothing but the user knows."""
+    source = tmp_path / "set"
+    for n in "12":
+        save(source / f"images/{n}.png")
+        write(source / f"labels/{n}.txt", "0 .1 .3 .3 .1 .5 .3 .3 .5\n")
+    for name, text in (
+        ("classes.txt", "cat\n"),
+        ("data.yaml", "names: [cat]\ntrain: images\n"),
+    ):
+        write(source / name, text)
+        line = refusal(source)
+        assert f"{source / name}: all outlines have four points, as oriented" in line
+        assert "--format yolo-outlines" in line
+    out = tmp_path / "out"
+    convert.main([str(source), str(out), "--format", "yolo-outlines"])
+    assert [mask.max() for mask in masks_in(out).values()] == [1, 1]
+    shutil.rmtree(out)
+    # another number of points in one row is enough
+    write(source / "labels/2.txt", "0 .1 .3 .3 .1 .5 .3 .3 .5\n0 .1 .1 .3 .1 .3 .3\n")
+    convert.main([str(source), str(out)])
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -1462,7 +1508,12 @@ def test_turned_boxes_and_key_points(tmp_path: Path) -> None:
             "COCO panoptic; take instances_",
         ),
         ("via.json", {"_via_settings": {}}, "VIA; export it as COCO"),
-        ("a.jpg.json", {"objects": [{"classTitle": "c"}]}, "Supervisely; export"),
+        (
+            "a.jpg.json",
+            {"objects": [{"classTitle": "c"}]},
+            "Supervisely, SuperAnnotate",
+        ),
+        ("h.json", {"label_classes": []}, "Hasty; export COCO"),
         ("sa_1.json", {"annotations": [{"predicted_iou": 1}]}, "SA-1B"),
         ("a.json", {"schema_ref": "x", "item": {}}, "V7 Darwin; export it as COCO"),
         ("x.ndjson", {"data_row": {}}, "Labelbox; convert it to COCO"),
@@ -1480,6 +1531,8 @@ def test_turned_boxes_and_key_points(tmp_path: Path) -> None:
         ),
         ("train.jsonl", {"image_url": "a.jpg", "label": "a"}, "a manifest; write"),
         ("labels.json", {"classes": ["a"], "labels": {"a": 0}}, "FiftyOne; export it"),
+        ("val.txt", "a.jpg 65\nb.jpg 970\n", "make a CSV file of it"),
+        ("a.regions.txt", "0 1 -1 0 1 1 1 1 1 0\n" * 9, "numpy.loadtxt reads it"),
     ],
 )
 def test_what_is_not_taken(
@@ -1492,6 +1545,64 @@ def test_what_is_not_taken(
     line = refusal(source)
     assert name in line
     assert words in line
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["1_seg.png", "1.jpg", "2.jpg"], "if 1_seg.png is a mask"),
+        (["img_dir/1.jpg", "ann_dir/1.png"], "if ann_dir/1.png is a mask"),
+        (["in/1.png", "instances/1.png"], "if instances/1.png is a mask, name the"),
+        (
+            ["x/21.tif", "1st_manual/21_manual1.gif"],
+            "if 1st_manual/21_manual1.gif is a",
+        ),
+        (
+            ["Train/images_png/0.png", "Train/masks_png/0.png"],
+            "0 is no data, write void",
+        ),
+        (["mask/1.png", "no_mask/1.png"], "If its folder is a class: python -m ddpkit"),
+        (["cat/cat.1.jpg", "cat/cat.2.jpg", "dog/dog.1.jpg", "dog/dog.2.jpg"], "check"),
+        (["cat.0.jpg", "cat.1.jpg", "dog.0.jpg", "dog.1.jpg"], "such as cat, dog"),
+        (["0001_c1.jpg", "0001_c2.jpg", "0002_c1.jpg", "0002_c2.jpg"], "as 0001, 0002"),
+        (["1.jpg", "2.jpg", "label.jpg"], "--format takes one of coco"),
+        (["IMG_1.jpg", "IMG_2.jpg"], "--format takes one of coco"),
+    ],
+)
+def test_what_files_may_be(names: list[str], words: str, tmp_path: Path) -> None:
+    """By their names, if nothing else says what a folder has."""
+    source = tmp_path / "set/inner/images"
+    for name in names:
+        save(source / name)
+    assert words in refusal(source)
+
+
+def test_long_names_of_classes(tmp_path: Path) -> None:
+    """In one line, soon, with the beginning of the name."""
+    source = tmp_path / "set"
+    long = "ab " * 3_000_000
+    start = time.monotonic()
+    coco_file(source / "a.json", ["a.png"], LARGE)
+    save(source / "a.png")
+    text = (source / "a.json").read_text()
+    write(source / "a.json", text.replace('"name": "a"', f'"name": "{long}"'))
+    words = (
+        "the class ab ab ab ab ab ab ab ab ab ab ab ab ab a ... has 8,999,999 letters"
+    )
+    assert words in refusal(source)
+    (source / "a.json").unlink()
+    save(source / "b.png")
+    write(source / "a.csv", f"file,label\na.png,{long}\nb.png,b\n")
+    assert words in refusal(source)
+    (source / "a.csv").unlink()
+    write(source / "a.txt", "0 .1 .1 .9 .1 .9 .9\n")
+    write(source / "data.yaml", f"names: [{long}]\ntrain: .\n")
+    assert "data.yaml: cannot be read (9,000,0" in refusal(source)
+    write(source / "data.yaml", f"names: [{long[:300]}]\ntrain: .\n")
+    line = refusal(source)
+    assert "has 299 letters in its name, more than 255; shorten it" in line
+    assert len(line) < 300
+    assert time.monotonic() - start < 20
 
 
 def test_missing_values(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -1791,7 +1902,7 @@ def test_types_and_sizes_that_a_stranger_may_have_written(
     for name, content, words in (
         ("a.json", {"images": [1], "annotations": [2], "categories": [3]}, "not as"),
         ("a.json", coco_of({"size": size, "counts": "o" * 10**6}), "no letter of runs"),
-        ("a.json", coco_of({"size": size, "counts": [10**30]}), "not as coco has it"),
+        ("a.json", coco_of({"size": size, "counts": [10**30]}), "no whole numbers"),
         ("a.json", coco_of([[1e300, 1, -1e300, 9, 9, 9]]), "no list of x, y"),
         ("a.json", coco_of([[1, 1, 9, 1, 9, 9]], **huge), "max_megapixels"),
         ("a.json", coco_of([[1, 1, 9, 1, 9, 9]], file_name="x" * 10**6), "no image"),

@@ -296,7 +296,10 @@ def test_forms_of_unicode(tmp_path: Path) -> None:
     with refusal("names.refuse_alike", "look the same"):
         folders.find_labelled(tmp_path)
     table.write_text(f"file,label\ntrain/b/x.jpg,a\nimages/{other}.jpg,b\n")
-    with refusal("folders.read_row", "does not exist", "looks the same"):
+    with refusal("folders.read_row", "is no file", "looks the same"):
+        folders.find_labelled(tmp_path)
+    table.write_text("file,label\ntrain/b/x.jpg,a\ntrain/b,b\n")
+    with refusal("folders.read_row", "train/b is no file; correct the line ["):
         folders.find_labelled(tmp_path)
 
 
@@ -754,6 +757,14 @@ def test_recipes_of_shell(tmp_path: Path) -> None:
         assert Path(image).parents[1] == Path(mask).parent
         first = Image.open(mask).crop((0, 0, 4, 1)).tobytes()
         assert [*first] == [0, 255, 255, 0]
+    ends = tmp_path / "ends"
+    (ends / "train").mkdir(parents=True)
+    for name in "1.jpg", "1_mask.png", "2.jpg", "2_mask.png":
+        Image.new("L", (8, 8)).save(ends / "train" / name)
+    run_recipe(title, 4, ends)
+    pairs = folders.read_list(ends / "train.csv", ["image", "mask"])
+    names = [[Path(path).name for path in pair] for pair in pairs]
+    assert names == [["1.jpg", "1_mask.png"], ["2.jpg", "2_mask.png"]]
     run_recipe("Group k-fold", 1, tmp_path)
     train, val, _ = folders.find_labelled(patients)
     groups = [{Path(sample[0]).name[:2] for sample in part} for part in (train, val)]

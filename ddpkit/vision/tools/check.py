@@ -211,7 +211,8 @@ class Survey:
         except UserError as error:
             self.mixed.append(error.line)
         own = (part, path, facts.counts)
-        other, copy, labels = self.first.setdefault(facts.digest, own)
+        first = self.first.setdefault(facts.digest, own)
+        other, copy, labels = first
         # in two parts it makes the metrics too good, in one only counts twice
         if other != part:
             self.errors.append(f"{path}: the same image is in {other}, {copy}")
@@ -219,7 +220,7 @@ class Survey:
         self.small[part].append((path, facts.small))
         if copy != path and labels != facts.counts and not self.has_masks:
             self.errors.append(f"{path}: the same image as {copy}, with another label")
-        elif copy != path:
+        elif first is not own:  # also of a row that comes twice
             self.warnings.append(f"{path}: the same image as {copy}")
 
     def name_classes(self, labels: Labels) -> None:
