@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -235,6 +236,7 @@ class Debugger:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.temporary = tempfile.TemporaryDirectory(prefix="f5-")  # of the terminal
         # file -> [{"line": 7, "condition": "rank == 1"}]
         self.breakpoints: dict[str, list] = {}
         self.changed = threading.Condition()
@@ -304,7 +306,7 @@ class Debugger:
         self.shell = subprocess.Popen(
             words,
             cwd=arguments["cwd"],
-            env={**os.environ, **arguments.get("env", {})},
+            env={**os.environ, "TMPDIR": self.temporary.name, **arguments["env"]},
             **dict.fromkeys(("stdin", "stdout", "stderr"), tty),
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
@@ -383,9 +385,21 @@ class Debugger:
         """Wait for the program's own end; return its exit status."""
         return self.wait(lambda: self.shell, "the terminal").wait(PATIENCE)
 
+    def left_files(self) -> list[str]:
+        """What is still there in 5 s, besides the cache that torch keeps for all runs."""
+        deadline = time.monotonic() + 5
+        while True:
+            found = [path.name for path in Path(self.temporary.name).rglob("*")]
+            left = [name for name in found if not name.startswith("torchinductor_")]
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.05)
+
     def all_end(self) -> str:
-        """Soon nobody is left, and nothing alarming is in the terminal; return its text."""
+        """Soon no process or file is left, and the terminal is not alarming; return its text."""
         assert not generated.left(30)
+        left = self.left_files()
+        assert not left, left
         assert not ALARMING.search(self.text), self.text
         return self.text
 
@@ -402,3 +416,4 @@ class Debugger:
             process.wait()
         for thread in self.threads:
             thread.join(10)
+        self.temporary.cleanup()

@@ -352,6 +352,20 @@ def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, who: str) -
         assert debugger.text.count("Traceback") == is_own
 
 
+def test_a_mistake_above_everything(own: Project) -> None:
+    """Both ranks are held there, but not torch's launcher, which fails with them."""
+    (own.folder / "main.py").write_text("import missing\n")
+    with debugging(own) as debugger:
+        for rank in debugger.stopped():
+            assert "No module named 'missing'" in rank.error()
+        for rank in debugger.held():
+            rank.go()
+        assert debugger.finish() == 1
+        assert not debugger.held()
+        assert not generated.left(30)
+        assert not debugger.left_files()
+
+
 def test_a_test_file(endless: Project) -> None:
     """It stops in the test and in the ranks that the test starts; Stop of a rank ends all tests."""
     file = endless.folder / "tests" / "test_one.py"

@@ -35,6 +35,7 @@ SHARED = {
     ".vscode/launch.json",
     ".vscode/settings.json",
     ".vscode/tasks.json",
+    ".vscode/torch_launch.py",
     "AGENTS.md",
     "Dockerfile",
     "ddp.py",
