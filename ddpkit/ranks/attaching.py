@@ -43,8 +43,7 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
     key = protocol.DEBUGGED.format(here[0])
     endpoint = Path(os.environ.get("VSCODE_DEBUGPY_ADAPTER_ENDPOINTS", "/none/none"))
     # It looks at its own machine only.
-    is_local = not environment.has_other_nodes()
-    by_editor = endpoint.parent.is_dir() and is_local
+    by_editor = endpoint.parent.is_dir() and not environment.has_other_nodes()
     if rank == here[0]:
         port += rank
         try:
