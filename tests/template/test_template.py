@@ -275,11 +275,13 @@ def test_vscode() -> None:
     assert tasks["version"] == "2.0.0"
     first = launch["configurations"][0]  # F5 runs it
     assert first["name"] == F5
-    assert first["module"] == "torch.distributed.launch"
+    launcher = FOLDER / ".vscode" / "torch_launch.py"
+    assert first["program"] == f"${{workspaceFolder}}/.vscode/{launcher.name}"
+    assert 'LAUNCHER = "torch.distributed.launch"' in launcher.read_text()
     for config in launch["configurations"]:
         assert config["type"] == "debugpy"
-        needs_torch = config.get("module", "").startswith("torch.")
-        assert config.get("preLaunchTask") == ("check flags" if needs_torch else None)
+        task = "check flags" if config is first else None
+        assert config.get("preLaunchTask") == task
     for name, content in ("launch.json", launch), ("tasks.json", tasks):
         kinds = KEYS.keys() & content.keys()
         assert len(kinds) == 2

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 
+LAUNCHER = "torch.distributed.launch"
 REMOVE = 'exec 3<&0; (cat <&3; rm -rf "$0") > /dev/null 2>&1 &'
 
 if __name__ == "__main__":
@@ -27,4 +28,4 @@ if __name__ == "__main__":
                 words, stdin=subprocess.PIPE, start_new_session=True
             )
             remover.wait()
-        runpy.run_module("torch.distributed.launch", run_name="__main__", alter_sys=True)
+        runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)
