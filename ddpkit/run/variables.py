@@ -71,8 +71,8 @@ class LoopVariables:
         if self.at_start.get("epoch") not in counts and "epoch" not in self.said:
             self.said.add("epoch")
             distributed.print0(
-                f"warning: the variable epoch is not {epoch}, the epoch of this run: a run that "
-                f"resumes does not begin with 0; loop over {self.name}.epochs(...)"
+                f"warning: the variable epoch is not {epoch}, the epoch of this run: a resumed run "
+                f"does not start at 0; loop over {self.name}.epochs(...)"
             )
         if self.saved:
             self._say_anew(is_within)
@@ -103,7 +103,7 @@ class LoopVariables:
             if is_other and name in self.kept and not may_be_saved:
                 changed.append(name)
         self._say(
-            changed, "changed with the epoch: unless each epoch sets that, it is lost"
+            changed, "changed with the epoch: lost on resume unless each epoch sets it"
         )
 
     def _say(self, names: list[str], what: str) -> None:

@@ -288,7 +288,7 @@ def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) ->
     assert "left out: " in done.out
     assert "gone.png is no file" in done.out
     done = project.train(data, tmp_path / "run", "--epochs", 2, on=1).ok()
-    assert "other training images than before the stop\n" in done.out
+    assert "the training images have changed since the stop\n" in done.out
 
 
 def test_what_no_list_can_say(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ class TestThePicture:
         is_tinted = np.abs(drawn - (0.6 * 90 + 0.4 * colors)).max(2) < 20
         assert 0.05 < is_tinted.mean() < 0.2
         assert (np.abs(drawn - colors).max(2) < 20).any()  # in the legend
-        void = "of the pixels that training sees are void and"
+        void = "of the training pixels are void and"
         assert void not in done.out
         large = ["--image-size", 256]
         assert check(project, tmp_path / "set", *large).out.count(void) == 1

@@ -361,7 +361,7 @@ def test_entries_of_another_kind(name: str, tmp_path: Path) -> None:
                 found = read()
             except checkpoint.Foreign as error:
                 assert (
-                    f"best.pt: not a checkpoint of this project (another kind of {name})"
+                    f"best.pt: not a checkpoint of this project (wrong type of {name})"
                     in error.line
                 )
             assert found is None
@@ -386,7 +386,9 @@ def test_formats_of_another_kind(tmp_path: Path) -> None:
         **{"max_megapixels": math.nan, "other": 1},
     }.items():
         torch.save(whole(format={name: value}), tmp_path / "best.pt")
-        with refusal("checkpoint.read", "best.pt", "of another ddpkit (format: "):
+        with refusal(
+            "checkpoint.read", "best.pt", "written by an incompatible ddpkit (format: "
+        ):
             RunFolder(tmp_path).best()
 
 
@@ -470,7 +472,7 @@ def test_a_state_that_is_missing() -> None:
     distributed.print0 = said.append
     load(state, parts)
     assert len(said) == 1
-    assert "no state of bias" in said[0]
+    assert "no state for bias" in said[0]
 
 
 def test_weights_that_would_be_cut(tmp_path: Path) -> None:
@@ -497,7 +499,7 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     with refusal("folder.best", "best.pt", "train first"):
         RunFolder(tmp_path).best()
     for open_it in RunFolder._lock, RunFolder.best:
-        with refusal("folder.check_file", tmp_path, "a folder; name a file in it"):
+        with refusal("folder.check_file", tmp_path, "is a folder; give a file in it"):
             open_it(RunFolder(tmp_path / "out", str(tmp_path)))
     with refusal("folder.check_file", tmp_path / "none.pt"):
         RunFolder(tmp_path / "out", str(tmp_path / "none.pt"))._lock()

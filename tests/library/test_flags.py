@@ -99,7 +99,7 @@ OTHER_WORDS = {
         "5": "5: a value without its flag, as in --epochs 5 (",
         "-epochs 5": "-epochs: no such flag; did you mean --epochs? (",
         "--config conf.yaml": "--config: no such flag; @FILE reads flags from a file",
-        "--lr 0,001": "0,001 is not a number of 0 or more; use a point: 0.001 (",
+        "--lr 0,001": "0,001 is not a number of 0 or more; use a decimal point: 0.001 (",
         "--resume": "--resume needs a value: --resume auto|never|PATH (",
         "recipes": "recipes: not a flag; did you mean --data recipes? (",
         "--device cpu": "CUDA_VISIBLE_DEVICES= ./launch.sh the CPU",
