@@ -50,13 +50,11 @@ def where() -> None:
     folder = parser.parse_args().run
     if not (folder / ".lock").exists():
         raise ddpkit.UserError(
-            f"{folder}: no run has written there; name its --output-dir"
+            f"{folder}: no run has written here; give the --output-dir of a run"
         )
     # rank 0 of the run looks for this file
     (folder / protocol.QUESTION).touch()
-    done = (
-        f"asked: a run that is at work in {folder} answers in its own terminal or log"
-    )
+    done = f"request sent: a run in {folder} answers in its own terminal or log"
     print_line(done, sys.stdout)
 
 
@@ -73,7 +71,7 @@ def copy() -> None:
         )
     target = project / "ddpkit"
     if target.exists():
-        raise ddpkit.UserError(f"{target} is there already; remove it to copy anew")
+        raise ddpkit.UserError(f"{target} already exists; remove it to copy again")
     own = version.FOLDER  # the installed one, as there is no other
     with files.filling(target) as partial:
         ignored = shutil.ignore_patterns("__pycache__")

@@ -50,7 +50,7 @@ from ddpkit.ranks.environment import Nodes
 POLL = 0.05  # seconds between two looks at the ranks
 HINTS = {
     "SIGKILL": ": out of memory?",
-    "SIGABRT": ": if gloo has printed a line, ranks are in different collectives or shapes",
+    "SIGABRT": ": if gloo printed an error, ranks called different collectives or shapes",
 }
 
 
@@ -144,7 +144,7 @@ class Ranks:
                     name = signal.Signals(self.first).name
                     seconds = time.monotonic() - self.first_at
                     print_error(
-                        f"the ranks had not ended {seconds:.0f} s after {name} and were killed"
+                        f"the ranks did not exit within {seconds:.0f} s of {name} and were killed"
                     )
             time.sleep(POLL)
             statuses = self.poll()
@@ -167,7 +167,7 @@ class Ranks:
         rank = f"rank {number} (process {self.running[local_rank].pid}){where}"
         if status < 0:
             name = signal.Signals(-status).name
-            print_error(f"{rank} was ended by {name}{HINTS.get(name, '')}")
+            print_error(f"{rank} was killed by {name}{HINTS.get(name, '')}")
             return 128 - status
         # With 1 Python ends after a traceback, and ddpkit after a line.
         if status not in {1, *protocol.FINAL}:
@@ -233,7 +233,7 @@ def main(command: Sequence[str] = ()) -> int:
                 process.ignore_signals()  # while the folder is removed
                 return status
             restarts -= 1
-            print_line(f"restarting; MAX_RESTARTS is {restarts} now", sys.stderr)
+            print_line(f"restarting; MAX_RESTARTS is now {restarts}", sys.stderr)
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ def take_states(parts: Parts) -> State:
             if not isinstance(leaf, Tensor):
                 if type(leaf) not in TAKEN:
                     raise UserError(
-                        f"{name}: its state_dict has a {type(leaf).__name__}, which torch.load("
-                        "weights_only=True) refuses: use numbers, texts, tensors, and lists and "
-                        "dicts of them; what has a state_dict itself is given by its own name"
+                        f"{name}: its state_dict has a {type(leaf).__name__}, which "
+                        "torch.load(weights_only=True) rejects: use numbers, strings, tensors, "
+                        "lists and dicts; pass an object with a state_dict under its own name"
                     )
             elif is_saved and not leaf.is_meta:
                 copies[id(leaf)] = leaf.detach().cpu()

@@ -114,7 +114,7 @@ class LoopVariables:
         new.sort(key=lambda name: "." in name)  # attributes come last
         plain = [name.rpartition(": ")[2] for name in new]
         distributed.print0(
-            f"warning: {', '.join(plain)} {what}; no checkpoint has variables: use {self.name}"
+            f"warning: {', '.join(plain)} {what}; variables are not saved: use {self.name}"
             f".numbers({plain[0].rpartition('.')[2]}=...) for numbers, lists and tensors, "
             f"{self.name}.forever(loader) for next(it), {self.name}.common for random numbers, "
             f"{self.name.capitalize()}(NAME=...) for what has a state_dict, and epoch >= N, not =="

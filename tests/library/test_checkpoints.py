@@ -641,7 +641,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     ):
         pretrained.read_tensors(str(path))
     path.write_bytes(bytes([9, *bytes(7)]) + b"{")
-    with refusal("files.parse", path, "no safetensors"):
+    with refusal("files.parse", path, "not safetensors"):
         pretrained.read_tensors(str(path))
 
 

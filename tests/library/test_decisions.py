@@ -795,7 +795,7 @@ def test_what_torch_says_of_other_mistakes() -> None:
     for act, words in (
         (lambda: net(torch.zeros(1, 3, 4, 4)), "channels"),
         (step_too_often, "keep the number of epochs"),
-        (ignore_a_share, "no ignore_index"),
+        (ignore_a_share, "drop ignore_index"),
     ):
         with pytest.raises((RuntimeError, ValueError)) as caught:
             act()

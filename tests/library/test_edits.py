@@ -301,7 +301,10 @@ def test_misuses_of_an_epoch(
     words = {
         "leaves": ["rank 1"],
         "frozen": ["fc.weight", "no gradient"],
-        "unfrozen": ["fc.weight differs", "after unfreezing weights wrap again"],
+        "unfrozen": [
+            "fc.weight differs",
+            "after unfreezing weights wrap the model in DDP again",
+        ],
     }
     done.refused(code, *words.get(name, []))
     assert (tmp_path / "out" / "last.pt").exists() == (code == "loop.end_epoch")

@@ -606,5 +606,7 @@ def test_the_rest_of_an_epoch() -> None:
 def test_a_sample_of_two_images() -> None:
     """The second part is the target: who returns two views is told so."""
     views = [(torch.full((3, 4, 4), 9, dtype=torch.uint8),) * 2 + (1,)]
-    with refusal("samples.check_mask", "the second part of a sample is its target"):
+    with refusal(
+        "samples.check_mask", "the second element of a sample must be its target"
+    ):
         samples.Seeded(views, 2, 0)[samples.Key(0, 0)]

@@ -167,7 +167,7 @@ def test_what_others_may_have_made(
     for content in "3", "[" * 10**5:
         (run / "args.json").write_text(content)
         project.run(words, script="ddpkit publish", on=1).refused(
-            "files.parse", "args.json", "no JSON"
+            "files.parse", "args.json", "not JSON"
         )
 
 

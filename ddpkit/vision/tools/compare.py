@@ -94,7 +94,7 @@ def read_run(folder: Path) -> Compared:
                 flags[f"--{name.replace('_', '-')}"] = value
         return flags, str(metric), str(direction)
 
-    facts = files.parse(folder / "args.json", take_facts, "run", most=files.OF_TEXT)
+    facts = files.parse(folder / "args.json", take_facts, "a run", most=files.OF_TEXT)
     flags, metric, direction = facts
     history = rows.recorded_rows(folder)
     best = rows.best_row(history, metric, direction) or {}
