@@ -85,7 +85,7 @@ def what_next(rows: Sequence[Row], name: str, direction: object) -> str:
             "try pretrained weights, more augmentation or fewer epochs"
         )
     if best_row(rows, name, direction) is last:
-        return "the last epoch was the best: a new run of more epochs may be better"
+        return "the last epoch was the best: a new run with more epochs may do better"
     return ""
 
 

@@ -420,12 +420,12 @@ def test_parts_that_are_nearly_alike(tmp_path: Path) -> None:
     first.save(tmp_path / "val/a/anew.jpg", quality=80)
     first.resize((150, 100)).save(tmp_path / "val/a/larger.png")
     (line,) = warnings()
-    assert line.startswith("2 of 9 images look nearly as training images do")
+    assert line.startswith("2 of 9 images look almost like training images do")
     assert f"val/a/anew.jpg like {tmp_path}/train/a/0.png" in line
     for name in "train/b/p12_3", "val/b/p12_4", "val/b/p13_1":
         paint.image(f"{name}.png")
     line, names = sorted(warnings(), key=len, reverse=True)
-    assert names.startswith("1 of 11 images are numbered on as training images")
+    assert names.startswith("1 of 11 images are numbered like training images")
     assert "p12_4.png" in names
 
 

@@ -627,7 +627,7 @@ def test_weights_of_other_programs(
             start = f" from {prefix}*" if prefix else ""
             count = 11 if own == "encoder." else 9
             assert f": 7 of {count} tensors loaded{start}, " in said
-            assert f" % of the network; new: {own}2.weight, {own}2.bias" in said
+            assert f" % of the model; new: {own}2.weight, {own}2.bias" in said
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:

@@ -617,7 +617,7 @@ def test_what_is_frozen() -> None:
         torch.equal(each, state[name]) for name, each in expected.state_dict().items()
     )
     assert lines == [
-        "2 weights are frozen, for no output depends on them: unused.weight, unused.bias"
+        "2 weights are frozen because no output depends on them: unused.weight, unused.bias"
     ]
 
 

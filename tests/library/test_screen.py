@@ -319,7 +319,7 @@ def test_compare(project: Project, trained: Path, tmp_path: Path) -> None:
     words = sorted(str(path.relative_to(tmp_path)) for path in runs.iterdir())
     said = compare(tmp_path, *words).ok().out.splitlines()
     for name in "damaged", "list", "empty", "notes.txt":
-        assert sum(line.startswith(f"runs/{name}: left out") for line in said) == 1
+        assert sum(line.startswith(f"runs/{name}: skipped") for line in said) == 1
     table = said[4:]
     titles = table[0].split()
     assert titles == ["run", "best", "epoch", "done", "trained", "--lr", "--augment"]

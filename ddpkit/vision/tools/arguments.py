@@ -30,7 +30,7 @@ add("--workers", type=CHECK.at_least(0), default=cpus(), help="processes that re
 add(
     "--write",
     action="store_true",
-    help="write what the report proposes for DIR/data.json",
+    help="write the values proposed in the report to DIR/data.json",
 )
 add(
     "--skip-broken",
@@ -83,7 +83,7 @@ add(
 )
 add("--output", metavar="DIR", type=Path, default="published", help="folder to write")
 add("--repo", metavar="USER/NAME", help="model on the hub to push to")
-add("--private", action="store_true", help="if the model is made, hide it from others")
+add("--private", action="store_true", help="if the model is created, make it private")
 add("--license", metavar="NAME", default="unknown", help="such as mit or apache-2.0")
 
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="RUN",
         type=Path,
         default=[Path("runs")],
-        help="an --output-dir, or a folder of some (default: runs)",
+        help="an --output-dir, or a folder of several (default: runs)",
     )
     given = parser.parse_args(argv).folders
     runs = []
@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             try:
                 runs.append(read_run(each))
             except UserError as error:
-                print_line(f"{escape(each)}: left out ({error.line})", sys.stdout)
+                print_line(f"{escape(each)}: skipped ({error.line})", sys.stdout)
     if not runs:
-        raise UserError(f"no run in {given[0]}: name the --output-dir of some")
+        raise UserError(f"no run in {given[0]}: give the --output-dir of a run")
     runs.sort(key=lambda run: run.order)
     names = differing([run.flags for run in runs])
     columns = ["run", "best", "epoch", "done", "trained"]
@@ -78,7 +78,7 @@ def runs_in(folder: Path) -> list[Path]:
     inner = [each for each in sorted(folder.glob("*")) if is_run(each)]
     if not inner:
         why = "no args.json of a run" if os.path.isdir(folder) else "not found"
-        print_line(f"{escape(folder)}: left out ({why})", sys.stdout)
+        print_line(f"{escape(folder)}: skipped ({why})", sys.stdout)
     return inner
 
 
