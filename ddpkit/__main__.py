@@ -1,13 +1,13 @@
-"""Tools beside training, to be started in the project's folder: python -m ddpkit COMMAND
+"""Tools for a project, to be run in its folder: python -m ddpkit COMMAND
 
-  check DIR      read every file of a dataset, list what is wrong with it, and draw it
+  check DIR      read every file of a dataset, list what is wrong with it, and draw samples
   convert SOURCE OUT
-                 make such a dataset from labels of COCO, YOLO, VOC, LabelMe, CVAT and others
-  compare RUN... list runs by their best epoch, with the flags that differ
+                 make a dataset from COCO, YOLO, VOC, LabelMe, CVAT and other labels
+  compare RUN... list runs by their best epoch, with the flags in which they differ
   export         write a checkpoint as an ONNX file, also with 8-bit integers
   publish        write a model card, and push it with the checkpoint to the Hugging Face hub
   where          have a run print where its ranks are
-  launch SCRIPT  start any script on all GPUs, with its flags, as launch.sh starts main.py
+  launch SCRIPT  start any script with its flags on all GPUs, as launch.sh starts main.py
   copy           copy this library into the project, to edit it
 
 Each has a --help.
@@ -59,9 +59,9 @@ def where() -> None:
 
 
 def copy() -> None:
-    """Copy the installed ddpkit into the project, to edit it there or for nodes without a network.
+    """Copy the installed ddpkit into the project, to edit it or for nodes without a network.
 
-    The copy beside main.py is then the one that runs, until you remove it.
+    From then on the copy beside main.py is used, until you remove it.
     """
     Parser(prog="python -m ddpkit copy", description=copy.__doc__).parse_args()
     project = process.project()

@@ -1,8 +1,8 @@
 """Compare runs, best first: python -m ddpkit compare runs/*
 
-Prints of each --output-dir the best value of the metric that chooses best.pt and its epoch, how
-many epochs are done, how long they have trained, and the flags, and the global batch, if they
-differ between the runs.
+Prints for each --output-dir the best value of the metric that selects best.pt and its epoch, the
+number of epochs done, the training time, and the flags and the global batch if they differ between
+the runs.
 """
 
 import datetime
