@@ -53,8 +53,8 @@ class Criterion(nn.Module):
         if self.kind not in (SUM, MEAN):
             raise UserError(
                 f'the loss in model.py has reduction="{self.kind}": pass ddpkit.Criterion(..., '
-                'reduction="mean"), or "sum", if it is that over the labels; otherwise return a '
-                "sum and define count(targets), the number to divide it by"
+                'reduction="mean"), or "sum", if it returns that over the labels; otherwise return '
+                "a sum and define count(targets), the number to divide it by"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
