@@ -246,7 +246,7 @@ def check_report(folder: Path, lines: list[str], ranks: int) -> None:
     for line, step in zip(of_steps, due, strict=True):
         epoch = (step - 1) * ranks // 6 + 1
         assert re.fullmatch(words.format(epoch, step), line)
-    header = "               loss      left"
+    header = "               loss       eta"
     # again where the second of the two loops goes on
     assert [line for line in of_epochs if not line.startswith("epoch")] == [header] * 2
     assert of_epochs[0] == of_epochs[3] == header
