@@ -376,7 +376,7 @@ def test_entries_that_cannot_be_meant(tmp_path: Path) -> None:
     good = torch.load(path, weights_only=True)
     for entry in {"parts": {"model": 3}}, {"of_ranks": {"model": {}, "x": 3}}:
         torch.save(good | entry, path)
-        with refusal("states.fitting", path, "does not fit"):
+        with refusal("states.fitting", path, "does not match"):
             ddpkit.Checkpoints(tmp_path, model=nn.Linear(2, 2))
 
 
@@ -417,7 +417,9 @@ def test_states_that_do_not_fit() -> None:
     for value in torch.ones(7), torch.ones(1):
         other = copy.deepcopy(state)
         other["optimizer"]["state"]["weight"]["exp_avg"] = value
-        with refusal("states.fitting", "last.pt does not fit the optimizer", "exp_avg"):
+        with refusal(
+            "states.fitting", "last.pt does not match the optimizer", "exp_avg"
+        ):
             load(other, parts)
         assert str(optimizer.state_dict()) == str(good)
 

@@ -156,7 +156,7 @@ def test_a_question_and_two_interrupts(project, data, tmp_path):
     def is_answered() -> bool:
         err = started.said()[1]
         answers = err.count("\nrank 1, ")
-        return not question.exists() and answers == err.count("asked where")
+        return not question.exists() and answers == err.count("as requested:")
 
     started = project.start(project.flags(data, tmp_path), patch=patch)
     wait_for(held.exists)

@@ -155,7 +155,7 @@ def test_a_checkpoint_of_the_other_task(project, trained, tmp_path):
         opened()
         state["args"] = dict.fromkeys(names)
         torch.save(state, file)
-        with refusal("predicting.open_model", file, f"of a {other} project"):
+        with refusal("predicting.open_model", file, f"from a {other} project"):
             opened()
 
     project.here(check).ok()
@@ -304,7 +304,7 @@ def test_files_of_flags(tmp_path, monkeypatch):
     with refusal("flags.error", "UNKNOWN is not set"):
         parser.parse_args([f"@{path}"])
     other.write_text(f"@{path}")
-    with refusal("flags.error", f"@{path} reads itself"):
+    with refusal("flags.error", f"@{path} includes itself"):
         parser.parse_args([f"@{path}"])
     other.write_bytes(b"\xff")
     with refusal("files.parse", other, "save it as UTF-8"):
@@ -331,7 +331,9 @@ def test_values_of_another_kind():
         **{"arch": ["a"], "size": {}, "output": (3,), "tta": "yes"},
         **{"several": "yes", "crop": "x"},
     }.items():
-        with refusal("flags.error", f"--{name}: {value!r} instead of"):
+        with refusal(
+            "flags.error", f"--{name}: expected a value like ", f", not {value!r}"
+        ):
             parser.set_defaults(**{name: value})
     parser.set_defaults(arch=3, lr=1, size=4, output="there", own=[1], crop=None)
     found = parser.parse_args([])

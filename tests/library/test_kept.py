@@ -200,7 +200,7 @@ def evaluation_of_training_batches(run: ddpkit.Run, model: nn.Module) -> None:
 
 
 MISUSES = [
-    (in_evaluation, "loop.end_step", "evaluation mode"),
+    (in_evaluation, "loop.end_step", "eval mode"),
     (a_loop_over_the_loader, "loop.end_step", "outside the loop over run.steps"),
     (no_steps, "loop.end_epoch", "without a loop over run.steps"),
     (

@@ -392,7 +392,7 @@ def test_generators_of_their_own(workers: int, capsys: pytest.CaptureFixture) ->
         lambda: torch.rand(1, generator=own),
     ):
         line, _ = said(sets.Subset(Augmented(draw), range(24)))
-        assert line.count("two reads") == line.count("\n") == 1
+        assert line.count("reading it twice") == line.count("\n") == 1
         assert "a/" in line
     for draw in (
         random.random,
@@ -476,7 +476,7 @@ def test_loaders_in_the_wrong_place() -> None:
     train = loading.train_loader(data, 4, classes=2, workers=0)
     val = loading.val_loader(data, 4, classes=2, workers=0)
     sources.find_source(train, val, 1, 0)
-    with refusal("sources.find_source", "exchanged"):
+    with refusal("sources.find_source", "swapped"):
         sources.find_source(val, train, 1, 0)
 
 

@@ -158,7 +158,7 @@ def test_ways_of_writing(way: str, tmp_path: Path) -> None:
             assert statuses == ([75, 75] if step else [0, 0])
             out, err = ranks.said(output)
             assert not err
-            assert "once more" not in out
+            assert "before saving is repeated" not in out
             if step and way in ("accumulated", "carried"):
                 assert int(re.search(r"step (\d+); run the same", out)[1]) % 3 == 0
         found.append(ends(folder))

@@ -128,7 +128,7 @@ def test_stopped_and_killed_again_and_again(project, data, tmp_path, chance):
     assert done.out.count("--resume never: removing") == 1
     assert done.out.count(f"of {EPOCHS} epochs done") == 1
     assert re.findall(r"was killed by (\w+)", done.err) == ["SIGKILL", "SIGSEGV"]
-    assert "MAX_RESTARTS is 0 now" in done.err
+    assert "MAX_RESTARTS is now 0" in done.err
     assert "Traceback" not in done.err
     last = r"error: rank 1 \(process \d+\) was killed by SIGSEGV"
     assert re.fullmatch(last, done.err.splitlines()[-1])
