@@ -420,7 +420,7 @@ def test_parts_that_are_nearly_alike(tmp_path: Path) -> None:
     first.save(tmp_path / "val/a/anew.jpg", quality=80)
     first.resize((150, 100)).save(tmp_path / "val/a/larger.png")
     (line,) = warnings()
-    assert line.startswith("2 of 9 images look almost like training images do")
+    assert line.startswith("2 of 9 images look almost like training images")
     assert f"val/a/anew.jpg like {tmp_path}/train/a/0.png" in line
     for name in "train/b/p12_3", "val/b/p12_4", "val/b/p13_1":
         paint.image(f"{name}.png")

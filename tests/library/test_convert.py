@@ -1020,7 +1020,7 @@ def test_columns_that_are_no_labels(
     assert "train.csv, line 2: diagnosis is x, but with" in refusal(source)
     (source / "train.csv").unlink()
     path.write_bytes("image,label\n0,caf\xe9\n1,caf\xe8\n2,b\n".encode("cp1252"))
-    assert "l.csv: no UTF-8 text" in refusal(source)
+    assert "l.csv: not UTF-8 text" in refusal(source)
     write(path, "image,tags\n0,haze primary\n1,primary haze\n2,clear\n")
     assert '"haze primary" is one class' in converted(source, capsys)
     path.unlink()
