@@ -342,7 +342,7 @@ def test_values_of_another_kind():
         **{"tta": False, "several": False, "crop": None},
     }
     for name in "arch", "size", "tta":
-        with refusal("flags.error", f"--{name}: None instead of"):
+        with refusal("flags.error", f"--{name}: expected a value like ", "not None"):
             parser.set_defaults(**{name: None})
     # what a type has made of text, it makes of it again; another's may not
     parser.add_argument("--fold", type=parser.fold)
