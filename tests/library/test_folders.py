@@ -474,7 +474,10 @@ NAMED = [
     # as Intel's, and those of many others
     (["seg_train/seg_train/CLASS", "seg_test/seg_test/CLASS"], "seg_test, seg_train"),
     (["training_set/CLASS", "test_set/CLASS"], "folders to DIR/train, DIR/val and"),
-    (["Train_Set/CLASS", "ValidationSet/CLASS"], "Train_Set, ValidationSet may be"),
+    (
+        ["Train_Set/CLASS", "ValidationSet/CLASS"],
+        "apparent splits of the dataset: Train_Set, ValidationSet",
+    ),
     (
         ["train_data/CLASS", "test/CLASS", "more/CLASS"],
         "apparent splits of the dataset: train_data",
