@@ -1,13 +1,13 @@
-"""Tools beside training, to be started in the project's folder: python -m ddpkit COMMAND
+"""Tools for a project, to be run in its folder: python -m ddpkit COMMAND
 
-  check DIR      read every file of a dataset, list what is wrong with it, and draw it
+  check DIR      read every file of a dataset, list what is wrong with it, and draw samples
   convert SOURCE OUT
-                 make such a dataset from labels of COCO, YOLO, VOC, LabelMe, CVAT and others
-  compare RUN... list runs by their best epoch, with the flags that differ
+                 make a dataset from COCO, YOLO, VOC, LabelMe, CVAT and other labels
+  compare RUN... list runs by their best epoch, with the flags in which they differ
   export         write a checkpoint as an ONNX file, also with 8-bit integers
   publish        write a model card, and push it with the checkpoint to the Hugging Face hub
   where          have a run print where its ranks are
-  launch SCRIPT  start any script on all GPUs, with its flags, as launch.sh starts main.py
+  launch SCRIPT  start any script with its flags on all GPUs, as launch.sh starts main.py
   copy           copy this library into the project, to edit it
 
 Each has a --help.
@@ -50,20 +50,18 @@ def where() -> None:
     folder = parser.parse_args().run
     if not (folder / ".lock").exists():
         raise ddpkit.UserError(
-            f"{folder}: no run has written there; name its --output-dir"
+            f"{folder}: no run has written here; give the --output-dir of a run"
         )
     # rank 0 of the run looks for this file
     (folder / protocol.QUESTION).touch()
-    done = (
-        f"asked: a run that is at work in {folder} answers in its own terminal or log"
-    )
+    done = f"request sent: a run in {folder} answers in its own terminal or log"
     print_line(done, sys.stdout)
 
 
 def copy() -> None:
-    """Copy the installed ddpkit into the project, to edit it there or for nodes without a network.
+    """Copy the installed ddpkit into the project, to edit it or for nodes without a network.
 
-    The copy beside main.py is then the one that runs, until you remove it.
+    From then on the copy beside main.py is used, until you remove it.
     """
     Parser(prog="python -m ddpkit copy", description=copy.__doc__).parse_args()
     project = process.project()
@@ -73,7 +71,7 @@ def copy() -> None:
         )
     target = project / "ddpkit"
     if target.exists():
-        raise ddpkit.UserError(f"{target} is there already; remove it to copy anew")
+        raise ddpkit.UserError(f"{target} already exists; remove it to copy again")
     own = version.FOLDER  # the installed one, as there is no other
     with files.filling(target) as partial:
         ignored = shutil.ignore_patterns("__pycache__")

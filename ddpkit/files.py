@@ -42,9 +42,9 @@ def failure(path: Path | str, error: OSError, verb: str = "written") -> LineErro
     """Return what to raise: a DiskError if it may pass."""
     reason = error.strerror
     if error.errno in OF_NETWORK_DISKS:
-        return DiskError(f"{path}: the disk does not answer ({reason})")
+        return DiskError(f"{path}: the disk does not respond ({reason})")
     if error.errno in OF_THIS_MOMENT:
-        return DiskError(f"{path}: cannot be {verb} at this moment ({reason})")
+        return DiskError(f"{path}: cannot be {verb} right now ({reason})")
     return UserError(f"{path}: cannot be {verb} ({reason})")
 
 
@@ -89,9 +89,9 @@ def open_file(path: Path | str, most: int = OF_DATA, is_own: bool = False) -> Bi
     if not stat.S_ISREG(status.st_mode):
         reason = "not a regular file"
     elif status.st_size > most:
-        reason = f"{status.st_size:,} bytes, more than {most:,}: divide it"
+        reason = f"{status.st_size:,} bytes, more than {most:,}: split it"
     elif is_own and status.st_nlink > 1:
-        reason = "a file of other names"
+        reason = "a file with other names (hard links)"
     if reason:
         file.close()
         raise OSError(None, reason)
@@ -128,7 +128,7 @@ def parse(
     # Parsers have no common one: also of nesting, and of numbers of 400 digits.
     except Exception as error:
         reason = reason_of(error, 160)
-        raise UserError(f"{path}: no {what} ({reason}); {remedy}") from None
+        raise UserError(f"{path}: not {what} ({reason}); {remedy}") from None
 
 
 def read_text(path: Path | str, errors: str = "strict", most: int = OF_TEXT) -> str:
@@ -137,7 +137,7 @@ def read_text(path: Path | str, errors: str = "strict", most: int = OF_TEXT) -> 
     def decode(content: bytes) -> str:
         return content.decode("utf-8-sig", errors)
 
-    return parse(path, decode, "text in UTF-8", "save it as UTF-8", most)
+    return parse(path, decode, "UTF-8 text", "save it as UTF-8", most)
 
 
 def check_size(path: Path | str, content: object) -> None:
@@ -166,7 +166,7 @@ def check_size(path: Path | str, content: object) -> None:
     except RecursionError:  # it is in itself, for instance
         is_usual = False
     if not is_usual:
-        raise UserError(f"{path}: numbers or lists in it are larger than any in use")
+        raise UserError(f"{path}: contains implausibly large numbers or lists")
 
 
 @contextlib.contextmanager
@@ -255,8 +255,8 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
             def write_row(row: Sequence) -> None:
                 if len(row) != len(columns):
                     raise UserError(
-                        f"{path}: a row of {len(row)} values for {len(columns)} "
-                        "columns: write one for each"
+                        f"{path}: a row has {len(row)} values for {len(columns)} columns: write "
+                        "one for each"
                     )
                 writer.writerow(map(as_text, row))
 

@@ -3,21 +3,21 @@
        [NAME=value ...] python -m ddpkit launch -m MODULE [its flags]
 
 Starts a process of main.py, SCRIPT or MODULE for each GPU of this machine, or two if it has no GPU.
-On a Mac it is one, on Apple's GPU; several compute on the CPU.
+On a Mac it starts one, on Apple's GPU; several processes use the CPU.
 
   NPROC           processes on this node     (default: one per GPU, or 2 without GPUs)
   NNODES          number of nodes            (default: 1)
-  NODE_RANK       this node's number, from 0 (required if NNODES > 1)
+  NODE_RANK       index of this node, from 0 (required if NNODES > 1)
   MASTER_ADDR     address of node 0          (required if NNODES > 1)
-  MASTER_PORT     free port on node 0        (default: 29500; of one node any free one)
+  MASTER_PORT     free port on node 0        (default: 29500; on one node any free port)
   PYTHON          interpreter                (default: python, else python3)
   MAX_RESTARTS    restarts after a failure   (default: 0), each from the last checkpoint
   OMP_NUM_THREADS CPU threads per process    (default: its share of the CPUs; with GPUs at most 4)
 
-Started once on each node by SLURM's srun, it knows the nodes without NNODES and what follows it.
-Every node has the same NPROC, and MAX_RESTARTS is for one node.
+Started once per node by SLURM's srun, it needs neither NNODES nor what follows it.
+NPROC must be the same on all nodes; MAX_RESTARTS works on one node only.
 
-Exit status: 0 done, 75 stopped by a signal and saved, 2 a mistake of the user's, else a failure.
+Exit status: 0 done, 75 stopped by a signal and saved, 2 usage error, else a failure.
 
 One node:        ./launch.sh --epochs 90
 Two of its GPUs: CUDA_VISIBLE_DEVICES=0,1 ./launch.sh
@@ -50,7 +50,7 @@ from ddpkit.ranks.environment import Nodes
 POLL = 0.05  # seconds between two looks at the ranks
 HINTS = {
     "SIGKILL": ": out of memory?",
-    "SIGABRT": ": if gloo has printed a line, ranks are in different collectives or shapes",
+    "SIGABRT": ": if gloo printed an error, ranks called different collectives or shapes",
 }
 
 
@@ -149,7 +149,7 @@ class Ranks:
                     name = signal.Signals(self.first).name
                     seconds = time.monotonic() - self.first_at
                     print_error(
-                        f"the ranks had not ended {seconds:.0f} s after {name} and were killed"
+                        f"the ranks did not exit within {seconds:.0f} s of {name} and were killed"
                     )
             time.sleep(POLL)
             statuses = self.poll()
@@ -172,7 +172,7 @@ class Ranks:
         rank = f"rank {number} (process {self.running[local_rank].pid}){where}"
         if status < 0:
             name = signal.Signals(-status).name
-            print_error(f"{rank} was ended by {name}{HINTS.get(name, '')}")
+            print_error(f"{rank} was killed by {name}{HINTS.get(name, '')}")
             return 128 - status
         # With 1 Python ends after a traceback, and ddpkit after a line.
         if status not in {1, *protocol.FINAL}:
@@ -238,7 +238,7 @@ def main(command: Sequence[str] = ()) -> int:
                 process.ignore_signals()  # while the folder is removed
                 return status
             restarts -= 1
-            print_line(f"restarting; MAX_RESTARTS is {restarts} now", sys.stderr)
+            print_line(f"restarting; MAX_RESTARTS is now {restarts}", sys.stderr)
 
 
 if __name__ == "__main__":

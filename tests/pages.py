@@ -37,7 +37,7 @@ def help_of(task: str) -> str:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1"}
     code = "import flags, pathlib; flags.ROOT = pathlib.Path(); flags.parse_args(['--help'])"
     text = subprocess.check_output([sys.executable, "-Bc", code], env=env, text=True)
-    return text[text.index("data, network and run:\n") : text.rindex("@FILE")].strip()
+    return text[text.index("data, model and run:\n") : text.rindex("@FILE")].strip()
 
 
 def flags_page() -> str:

@@ -98,7 +98,7 @@ def check_optimizer(name: str) -> None:
             name.lower(), {"adamw", "sgd", *map(str, known)}
         )
         raise ddpkit.UserError(
-            f"--optimizer {name}: none of that name that works here; did you mean "
+            f"--optimizer {name}: unknown, or not supported here; did you mean "
             f"{' or '.join(sorted(near)) or 'adamw, sgd or muon'}?"
         )
 

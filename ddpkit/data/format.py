@@ -71,8 +71,8 @@ class Format:
             is_right &= all(map(math.isfinite, values))
             if not is_right or (name == "std" and min(values) <= 0):
                 raise UserError(
-                    f"{name.upper()} in dataset.py: {tuple(values)}: give {count} numbers, "
-                    "in units of 0 to 1"
+                    f"{name.upper()} in dataset.py: {tuple(values)}: give {count} numbers, for "
+                    "values from 0 to 1"
                 )
             if len(values) == count:
                 found[name] = tuple(values)
@@ -95,9 +95,9 @@ class Format:
         width, height = size
         if width * height > self.max_megapixels * 1e6:
             raise UserError(
-                f"{path}: {width} x {height} pixels are more than max_megapixels, "
-                f'{self.max_megapixels}; shrink it, or write "max_megapixels": '
-                f"{math.ceil(width * height / 1e6)} into {NAME}"
+                f"{path}: {width} x {height} pixels exceed max_megapixels, {self.max_megapixels}; "
+                f'downscale it, or write "max_megapixels": {math.ceil(width * height / 1e6)} into '
+                f"{NAME}"
             )
 
     def keys(self) -> dict[str, object]:

@@ -54,9 +54,8 @@ class TrainSampler(Sampler[Key]):
         self.steps = self.total // self.global_batch
         if not self.steps:
             raise UserError(
-                f"--batch-size {batch_size} x {ranks} ranks x --accumulate {accumulate} is "
-                f"more than the {self.total} training images: lower one of them, or add "
-                "images"
+                f"--batch-size {batch_size} x {ranks} ranks x --accumulate {accumulate} exceeds "
+                f"the {self.total} training images: reduce one of them, or add images"
             )
         self.seed = seed
         self.cumulated: Tensor | None = None
@@ -82,8 +81,8 @@ class TrainSampler(Sampler[Key]):
         is_right = values.shape == (self.total,) and bool((values >= 0).all())
         if not is_right or not 0 < values.sum() < math.inf:
             raise UserError(
-                f"sample_weights of train_loader: {self.total} numbers are needed, one of each "
-                "sample, not negative and not all 0"
+                f"train_loader(sample_weights=...): expected {self.total} numbers, one per sample, "
+                "non-negative and not all 0"
             )
         sums = values.cumsum(0)
         # A number below 1 is then below the last sum of a weight that is not 0.
@@ -175,8 +174,8 @@ class Loader(DataLoader):
         taken = sorted(options.keys() & {"sampler", "batch_sampler", "shuffle"})
         if taken:
             raise UserError(
-                f"{taken[0]}=: ddpkit.train_loader and val_loader have samplers of their own; see "
-                "sample_weights=, or give DataLoader(...) the dataset and your sampler"
+                f"{taken[0]}=: ddpkit.train_loader and val_loader have their own samplers; use "
+                "sample_weights=, or pass the dataset and your sampler to DataLoader(...)"
             )
         self.seeded = Seeded(dataset, classes, seed)
         how |= workers(count, devices.kind())

@@ -17,14 +17,14 @@ def unpack(batch: object) -> tuple:
     parts = samples.ordered(batch)
     if parts is None or not isinstance(parts[0], Tensor):
         raise UserError(
-            f"the loader returns a {type(batch).__name__}: a batch is (images, targets, "
-            '...) or a dict with "image" and "label", images a tensor (N, C, H, W)'
+            f"the loader returns a {type(batch).__name__}: return (images, targets, ...) or a dict "
+            'with "image" and "label", images as a tensor (N, C, H, W)'
         )
     images = parts[0]
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise UserError(
-            f"the loader returns images of {images.dtype}: return uint8, or float, divided "
-            "by the value that is white, such as 65535.0"
+            f"the loader returns images of {images.dtype}: return uint8, or float, divided by the "
+            "value of white, such as 65535.0"
         )
     return parts
 
@@ -40,8 +40,8 @@ def find_format(dataset: object) -> Format | None:
         # a batch is normalised as a whole
         if first and format and format.scale != first.scale:
             raise UserError(
-                f"{type(dataset).__name__} joins images of {first.keys()} and "
-                f"{format.keys()}: give their folders the same {NAME}"
+                f"{type(dataset).__name__} mixes images of {first.keys()} and {format.keys()}: "
+                f"give their folders the same {NAME}"
             )
     return first
 

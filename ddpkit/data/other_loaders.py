@@ -65,7 +65,7 @@ class Reading:
             key.append(number)
         whole = begun(batches, epoch, *key)
         if done:
-            distributed.print0(f"reading {done} batches again, which are left out")
+            distributed.print0(f"reading {done} batches again to skip them")
         return itertools.islice(whole, done, None)
 
     def _share(self, batches: object) -> int:
@@ -108,7 +108,7 @@ class OtherSource:
         self.steps = count // accumulate
         if not self.steps:
             raise UserError(
-                f"the training loader has {count} batches, too few for a step"
+                f"the training loader has {count} batches, too few for one step"
             )
         # A DataLoader with a batch_sampler has none itself.
         sizes = [
@@ -131,9 +131,9 @@ class OtherSource:
             batch = next(batches, None)
             if batch is None:
                 raise UserError(
-                    f"the training loader has less than {len(loader)} batches on rank "
-                    f"{distributed.rank()}: its length has to be that of what this rank "
-                    "reads"
+                    f"the training loader has fewer than {len(loader)} batches on rank "
+                    f"{distributed.rank()}: its length must be the number of batches that this "
+                    "rank reads"
                 )
             yield batch
 
@@ -154,15 +154,15 @@ def check_share(loader: object, use: str) -> None:
         if share != here:
             raise UserError(
                 f"{type(each).__name__} has num_replicas and rank {share}, but this process is "
-                f"{here}: leave both arguments out"
+                f"{here}: omit both arguments"
             )
         is_known = is_known or use == "train" or each is dataset
     if not is_known:
         remedy = " or a DistributedSampler" if use == "train" else ""
         raise UserError(
-            f"it is not known which samples of the {use} loader are this rank's: use "
-            f"ddpkit.{use}_loader(...){remedy}; if each rank has samples of its own, give the data "
-            "set num_replicas and rank, as a DistributedSampler has them"
+            f"unknown which samples of the {use} loader belong to this rank: use "
+            f"ddpkit.{use}_loader(...){remedy}; if each rank has its own samples, give the dataset "
+            "num_replicas and rank, as a DistributedSampler has"
         )
 
 

@@ -32,12 +32,12 @@ TWICE = 16  # samples of a run, at most, that are read twice: one may be left as
 READS = 8  # of one sample: flips by chance are not taken for none
 WANTED = (
     'return (image, target) or a dict with "image" and "label": a PIL image, an array (H, W, C) or '
-    "a tensor (C, H, W), uint8 or float, and the number of the class, or a mask"
+    "a tensor (C, H, W), uint8 or float, and a class number or a mask"
 )
 UNLABELLED = (255, -100)  # pixels: in masks, and what torch's losses leave out
 DIFFERS = (
-    "two reads of it differ, so this run can be neither repeated nor resumed to the bit: it "
-    "depends on earlier reads (a cache, a counter), or on a generator of its own; draw from "
+    "reading it twice gives different results, so this run is not reproducible and cannot resume "
+    "exactly: it depends on earlier reads (a cache, a counter), or on its own generator; use "
     "random, numpy.random or torch, or seed the generator in __getitem__ with torch.initial_seed()"
 )
 MapDataset = Any  # with len and samples by number
@@ -222,7 +222,7 @@ class Seeded(Dataset):
                 for (shape, dtype), index in kinds.items()
             ]
             raise UserError(
-                f"{'; '.join(texts[:2])}: let train_transform in dataset.py return one size, type"
+                f"{'; '.join(texts[:2])}: train_transform in dataset.py must return one size, type"
             )
         return samples
 
@@ -270,16 +270,14 @@ class Seeded(Dataset):
                 kind += f" {tuple(image.shape)}, {image.dtype}"
             line = f"{name(self.dataset, index)}: the dataset returns {kind}; {WANTED}"
             if is_image:
-                line += (
-                    "; divide other values by the one that is white, such as 65535.0"
-                )
+                line += "; divide other values by the value of white, such as 65535.0"
             raise UserError(line)
         mask = given[1]
         # A tv_tensors.Image of integers, by its name as torchvision may not be there.
         is_tv_image = isinstance(mask, Tensor) and type(mask).__name__ == "Image"
         if is_tv_image and not mask.is_floating_point() and len(mask) == 1:
             raise UserError(
-                f"{name(self.dataset, index)}: the mask has become a tv_tensors.Image, whose class "
+                f"{name(self.dataset, index)}: the mask became a tv_tensors.Image, whose class "
                 "numbers transforms average: crop first, or use tv_tensors.Mask(mask.read())"
             )
         target = as_tensor(mask, is_image=False)
@@ -300,7 +298,7 @@ class Seeded(Dataset):
         if isinstance(target, int | np.integer) and not 0 <= target < self.num_classes:
             raise UserError(
                 f"{name(self.dataset, index)}: label {target}, but the classes are 0 to "
-                f"{self.num_classes - 1}; correct it, or return a float if it is no class"
+                f"{self.num_classes - 1}; correct it, or return a float if it is not a class"
             )
 
     def _check_mask(self, index: int, image: Tensor, mask: Tensor) -> None:
@@ -323,14 +321,14 @@ class Seeded(Dataset):
             return
         if mask.shape == image.shape:
             raise UserError(
-                f"{name(self.dataset, index)}: the second part of a sample is its target, and here "
-                f"it is an image {tuple(mask.shape)}: return (image, target, ...)"
+                f"{name(self.dataset, index)}: the second element of a sample must be its target, "
+                f"but here is an image {tuple(mask.shape)}: return (image, target, ...)"
             )
         wrong = shorten([str(n) for n in np.unique(values[beyond]).tolist()])
         raise UserError(
             f"{name(self.dataset, index)}: the mask has {wrong}, but the classes are 0 to "
-            f"{self.num_classes - 1} (without a label: 255, or -100); correct it, or return "
-            "floats if they are no classes"
+            f"{self.num_classes - 1} (void: 255 or -100); correct it, or return floats if they are "
+            "not classes"
         )
 
     def note_sample(self, sample: int) -> None:
@@ -345,8 +343,8 @@ def count_samples(dataset: MapDataset) -> int:
     """Return how many samples there are; raise a UserError if they have no numbers."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise UserError(
-            f"{type(dataset).__name__} has no samples by number: give it to a "
-            "DataLoader of your own in place of ddpkit.train_loader (EDITS.md)"
+            f"{type(dataset).__name__} cannot be indexed: pass it to your own DataLoader instead "
+            "of ddpkit.train_loader (EDITS.md)"
         )
     return len(dataset)
 

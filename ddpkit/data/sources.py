@@ -32,12 +32,12 @@ def find_source(
         if each.is_train != (each is loader):
             raise UserError(
                 "Run(...) takes ddpkit.train_loader(...) and then ddpkit.val_loader(...): these "
-                "are exchanged"
+                "are swapped"
             )
         if each.seeded.is_any:
             raise UserError(
-                "Run(...) takes loaders of images: give ddpkit.train_loader and val_loader "
-                "classes=classes"
+                "Run(...) needs loaders of images: pass classes=classes to ddpkit.train_loader and "
+                "val_loader"
             )
     check_formats(loader, val_loader)
     if not isinstance(loader, Loader):
@@ -45,7 +45,7 @@ def find_source(
     if loader.sampler.accumulate != accumulate:
         raise UserError(
             f"the training loader was made with accumulate={loader.sampler.accumulate}, Run(...) "
-            f"with {accumulate}: give both the same"
+            f"with {accumulate}: use the same for both"
         )
     return loader.sampler
 
@@ -71,8 +71,8 @@ def eval_batches(loader: object, where: nn.Module | torch.device) -> Iterator[tu
     if isinstance(where, nn.Module):
         if isinstance(loader, Loader) and loader.is_train:
             raise UserError(
-                "eval_batches of ddpkit.train_loader(...), whose batches have no indices: to "
-                "evaluate on training images give it ddpkit.val_loader(train_set, ...)"
+                "eval_batches got ddpkit.train_loader(...), whose batches have no indices: to "
+                "evaluate on training images pass it ddpkit.val_loader(train_set, ...)"
             )
         judged.add(where)
         with replicas.in_evaluation(where):
@@ -142,6 +142,6 @@ def say_floats(batch: object, val_loader: object) -> None:
     if any(batch[0].dtype == torch.uint8 for batch in First(val_loader)):
         mean, std = format_of(val_loader).statistics
         distributed.print0(
-            "training images are floats, taken as they are, validation images uint8, normalised "
-            f"by mean {mean} and std {std}: right if the former are normalised so, too"
+            "training images are floats, used as they are, validation images uint8, normalised by "
+            f"mean {mean} and std {std}: fine if the floats are normalised in the same way"
         )

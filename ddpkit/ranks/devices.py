@@ -69,7 +69,7 @@ def pick() -> tuple[torch.device, dict]:
     size = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
     if device.type == APPLE and size != "1":
         meeting.say_on_node(
-            f"Apple's GPU is for one process: {size} compute on the CPU"
+            f"Apple's GPU supports only one process: using the CPU for {size} ranks"
         )
         device = CPU
     note = {"device": device.type, "node": environment.node(), "mistake": ""}
@@ -91,7 +91,7 @@ def _why_unused() -> str:
     count = 0 if environment.visible_gpus() == [] else environment.list_gpus()
     if not count:
         return ""
-    reason = "it is built without CUDA"
+    reason = "torch was built without CUDA"
     if torch.version.cuda:
         try:
             torch.cuda.init()
@@ -101,7 +101,7 @@ def _why_unused() -> str:
     asked = os.environ.get(environment.GPUS)
     asked = f" with {environment.GPUS}={asked}" if asked else ""
     shown = f"nvidia-smi shows {count} GPU(s), but torch {torch.__version__} can use none{asked}"
-    return f"{shown}: {reason}; install a driver and a torch that fit (pytorch.org), or {ON_CPU}"
+    return f"{shown}: {reason}; install a matching driver and torch (pytorch.org), or {ON_CPU}"
 
 
 def _name(device: torch.device) -> str:
@@ -129,12 +129,12 @@ def check(
         kinds[note["device"]] = f"rank {rank} ({node}) on {note['device']}"
     if len(kinds) > 1:
         texts = ", ".join(kinds.values())
-        raise UserError(f"ranks compute on different kinds of device: {texts}")
+        raise UserError(f"ranks use different types of device: {texts}")
     for node, names in gpus.items():
         count = len(set(names))
         if count == len(names):
             continue
-        line = f"{len(names)} ranks on {node} but {count} GPU(s) for them:"
+        line = f"{len(names)} ranks on {node} but only {count} GPU(s):"
         if is_debugged:
             meeting.say_on_node(f"{line} debugging on the CPU")
             return CPU

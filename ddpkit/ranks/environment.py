@@ -149,8 +149,8 @@ def read_task() -> dict[str, str]:
         }
     except (KeyError, IndexError, ValueError) as error:
         raise UserError(
-            f"srun's variables are incomplete ({error}): pass all of SLURM_* on, and start one "
-            "group of tasks"
+            f"srun's variables are incomplete ({error}): pass on all SLURM_* variables, and start "
+            "one group of tasks"
         ) from None
 
 
@@ -166,7 +166,7 @@ def check_alone(names: str) -> None:
         least = 1 if name in NUMBERS.split() else 2
         if count.isdecimal() and int(count) >= least:
             raise UserError(
-                f"{name}={count}: there are others, but this one would train alone; start "
+                f"{name}={count}: there are other processes, but this one would train alone; start "
                 "./launch.sh once on each node with NNODES, NODE_RANK and MASTER_ADDR (SLURM: srun "
                 "--ntasks-per-node 1 ./launch.sh), or torchrun main.py; or set NNODES=1"
             )
@@ -180,7 +180,7 @@ def read_group() -> tuple[str, int, int, int]:
     if not (host and all(map(str.isdecimal, numbers))):
         said = " ".join(f"{name}={known[name]}" for name in names)
         raise UserError(
-            f"{said} are not an address and three numbers: start with ./launch.sh or torchrun, or "
+            f"{said} are not an address and three integers: start with ./launch.sh or torchrun, or "
             "unset RANK"
         )
     port, rank, size = map(int, numbers)
@@ -214,8 +214,8 @@ def list_gpus() -> int:
         # Do not wait, as subprocess.run does: in the driver it may not end.
         started.kill()
         raise UserError(
-            f"nvidia-smi has not answered in {seconds} s, as if a GPU has failed: restart this "
-            f"node or leave it out, or train on CPUs with {GPUS}="
+            f"nvidia-smi has not responded for {seconds} s, so a GPU may have failed: reboot this "
+            f"node or exclude it, or train on CPUs with {GPUS}="
         ) from None
     return sum(line.startswith("GPU ") for line in lines)
 
@@ -250,9 +250,8 @@ def check_new(folder: Path) -> None:
     with contextlib.suppress(OSError, KeyError):
         before = Path(os.environ[protocol.JOB], _saved(folder)).read_text("utf-8")
         raise UserError(
-            f"{folder}: this job has saved there on {before}, but there is no "
-            f"checkpoint on {node()}: use a folder that all nodes share, or submit a new job to "
-            "start over"
+            f"{folder}: this job saved here on {before}, but {node()} has no checkpoint: use a "
+            "folder shared by all nodes, or submit a new job to start over"
         )
 
 

@@ -26,7 +26,9 @@ from ddpkit.ranks.protocol import ANSWER, ANSWER_SECONDS, ASKED
 BELOW = (f"ddpkit{os.sep}", "ddp.py")
 # Where a hang usually comes from
 NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"
-LATE = "usually slow or stuck input, or work of one rank alone, such as evaluate()"
+LATE = (
+    "usually slow or stuck data loading, or work on one rank only, such as evaluate()"
+)
 STUCK = "slow work, a stuck process, or the network between the ranks: see the end of the stacks"
 
 
@@ -145,7 +147,7 @@ def answer_person() -> None:
     question = Asking.question
     if question and question.exists():
         question.unlink(missing_ok=True)
-        show("asked where all ranks are:")
+        show("where all ranks are, as requested:")
 
 
 def show(title: str, seconds: float = ANSWER_SECONDS, is_hang: bool = False) -> None:

@@ -49,43 +49,43 @@ BROKEN = re.compile(
 )
 # What torch says of common mistakes, and what to do
 NO_NETWORK = (
-    "one has ended, or this node's name leads elsewhere: set GLOO_SOCKET_IFNAME, on each node "
-    "the name of its interface to the others, such as eth0 (ip addr)"
+    "one has exited, or this node's host name resolves to the wrong address: set "
+    "GLOO_SOCKET_IFNAME on each node to its interface to the others, such as eth0 (ip addr)"
 )
 REMEDIES = {
     "Unable to find (address|interface) for": (
-        "gloo finds no network interface: bring up the loopback (ip link set lo up), which a "
-        "sandbox may lack, or name an interface in GLOO_SOCKET_IFNAME"
+        "gloo finds no network interface: bring up the loopback (ip link set lo up), missing in "
+        "some sandboxes, or set GLOO_SOCKET_IFNAME"
     ),
     r"scalar type Byte|ByteTensor|got Byte|unsigned char": (
-        "images are uint8, as a loader of your own gives them: read them by ddpkit.train_loader or "
-        "val_loader with classes=, which normalise, or by ddpkit.eval_batches(loader, model)"
+        "images are uint8, as your own loader returns them: read them with ddpkit.train_loader or "
+        "val_loader with classes=, which normalise, or with ddpkit.eval_batches(loader, model)"
     ),
     "object has no attribute 'count'": (
-        "a loss that counts no labels in place of criterion: ddpkit.Criterion(loss, classes)"
+        "criterion is a loss that does not count labels: wrap it in ddpkit.Criterion(loss, classes)"
     ),
     r"Target \d+ is out of bounds": (
-        "a target is no class number; if it is 255, a pixel without a label, give torch's loss "
-        "ignore_index=255"
+        "a target is not a valid class number; if it is 255 (void), pass ignore_index=255 to "
+        "torch's loss"
     ),
     "ignore_index is not supported for floating point target": (
-        "images are mixed, so that their targets are shares of the classes: give the loss no "
-        "ignore_index, or do not mix images"
+        "mixing images makes their targets class probabilities: drop ignore_index from the loss, "
+        "or do not mix images"
     ),
     r"Expected more than 1 (value per channel|spatial element) when training": (
-        "a normalising layer has one value per channel to learn from: use larger batches or "
-        "images; a loader of your own, whose last batch may be of one image, needs drop_last=True"
+        "a normalisation layer got one value per channel: use larger batches or images; your own "
+        "loader needs drop_last=True if its last batch may have one image"
     ),
     r"Tried to step \d+ times. The (specified number of total|total number of) steps is \d+": (
-        "the scheduler was made, or saved, for fewer steps than the run has now: it resumes as "
-        "saved; keep the number of epochs, or start over without resuming"
+        "the scheduler was built or saved for fewer steps than this run has: it resumes as saved; "
+        "keep the number of epochs, or start over without resuming"
     ),
     r"expected input\[.*\] to have \d+ channels, but got \d+ channels": (
-        "images have another number of channels than the network's first layer takes: read them "
-        "everywhere as in training, or build the network for them"
+        "the images do not have the number of channels that the model's first layer expects: read "
+        "them everywhere as in training, or build the model for them"
     ),
     "_scale is None|No inf checks were recorded": (
-        "with fp16 the loss has to be scaled: scaler.scale(loss).backward()"
+        "fp16 needs a scaled loss: scaler.scale(loss).backward()"
     ),
 }
 Explainer = Callable[[Exception], str | UserError | None]
@@ -187,8 +187,8 @@ def _follow_end() -> None:
         _over["said"] = now
         names = [t.name for t in threading.enumerate() if t.is_alive() and not t.daemon]
         print_line(
-            f"{environment.own_rank()} (process {os.getpid()}) has not ended though its script "
-            f"has: {shorten(names) or 'an exit handler'} is at work, for at most {seconds:g} s",
+            f"{environment.own_rank()} (process {os.getpid()}) has not exited though its script "
+            f"has: {shorten(names) or 'an exit handler'} still runs, for at most {seconds:g} s",
             sys.stderr,
         )
 
@@ -308,8 +308,8 @@ def _of_torch(error: Exception) -> UserError | str | None:
         names = shorten(said[1].split(", ")) if said else "some weights"
         return UserError(
             f"{names}: no gradient, because the loss does not depend on it; use it, remove it, or "
-            "freeze it (requires_grad_(False)) before DistributedDataParallel(...); if other steps "
-            "use it, pass it find_unused_parameters=True"
+            "freeze it (requires_grad_(False)) before DistributedDataParallel(...); if only some "
+            "steps use it, also pass find_unused_parameters=True"
         )
     if "Gloo connectFullMesh failed" in text:
         return (
@@ -334,9 +334,9 @@ def _of_memory(error: Exception) -> UserError | None:
     # How much was asked for, and how much there is
     said = clip(text, 200) or "MemoryError"
     return UserError(
-        f"{environment.own_rank()} is out of memory ({said}): use "
-        "smaller batches (to accumulate gradients keeps the global batch) or images or, for "
-        "segmentation, tiles; without a GPU also fewer loader workers"
+        f"{environment.own_rank()} is out of memory ({said}): use smaller batches (gradient "
+        "accumulation keeps the global batch), images or, for segmentation, tiles; on the CPU also "
+        "fewer loader workers"
     )
 
 

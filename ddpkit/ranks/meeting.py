@@ -123,12 +123,14 @@ def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:
             socket.create_connection((host, port), 5).close()
             return dist.TCPStore(host, port, timeout=timeout, use_libuv=LIBUV)
         except (OSError, dist.DistError) as error:
-            line = f"nobody answers at MASTER_ADDR={host}, MASTER_PORT={port}"
+            line = f"no answer from MASTER_ADDR={host}, MASTER_PORT={port}"
             if isinstance(error, socket.gaierror):
                 line = f"MASTER_ADDR={host} cannot be resolved ({error.strerror})"
         if is_due:
-            say_on_node(f"{line}; trying for {seconds:g} s")
-    raise UserError(f"{line}: is rank 0 there, does a firewall let the port through?")
+            say_on_node(f"{line}; retrying for {seconds:g} s")
+    raise UserError(
+        f"{line}: is rank 0 running there, and does the firewall open the port?"
+    )
 
 
 def join(
@@ -165,14 +167,14 @@ def _leave_note(store: dist.Store, rank: int, size: int, note: dict) -> str:
     first = store.compare_set("size", "", mine).decode()
     if first.split()[0] != str(size):
         return (
-            f"WORLD_SIZE is {mine}, {first}: start as many ranks on each node, such as 2 (NPROC=2 "
-            "./launch.sh), and give each the same number of nodes"
+            f"WORLD_SIZE is {mine}, {first}: start the same number of ranks on each node, such as "
+            "2 (NPROC=2 ./launch.sh), with the same NNODES"
         )
     kept = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(note)))
     if kept["id"] == note["id"]:
         return ""
     nodes = ", ".join(sorted({kept["node"], note["node"]}))
-    return f"two processes have RANK={rank} ({nodes}): give each its own, and each run a port"
+    return f"two processes have RANK={rank} ({nodes}): give each its own, and each run its port"
 
 
 def _await_notes(store: dist.Store, rank: int, keys: list[str], seconds: float) -> str:
@@ -183,8 +185,8 @@ def _await_notes(store: dist.Store, rank: int, keys: list[str], seconds: float) 
             return ""
         if is_due and rank == 0:
             say_on_node(f"waiting up to {seconds:g} s for {_missing(store, keys)}")
-    who = f"waited {seconds:g} s for {_missing(store, keys)}"
-    return f"{who}: start as many, with the same MASTER_ADDR and MASTER_PORT"
+    who = f"timed out after {seconds:g} s waiting for {_missing(store, keys)}"
+    return f"{who}: start all of them, with the same MASTER_ADDR and MASTER_PORT"
 
 
 def _missing(store: dist.Store, keys: list[str]) -> str:

@@ -81,8 +81,8 @@ def prepare_network(network: nn.Module) -> None:
         ddp_model.register_forward_pre_hook(lambda module, _: _called.add(module))
     elif ranks > 1:
         raise UserError(
-            f"steps() got a {type(network).__name__}: give it DistributedDataParallel(model), "
-            "which averages the gradients over the ranks"
+            f"steps() got a {type(network).__name__}: pass DistributedDataParallel(model), which "
+            "averages the gradients over the ranks"
         )
 
 
@@ -127,9 +127,9 @@ def check_called(ddp_model: nn.Module) -> None:
     """Raise a UserError unless `ddp_model`, if it is one, was called since last time."""
     if isinstance(ddp_model, REPLICATED) and ddp_model not in _called:
         raise UserError(
-            "a step without a call of ddp_model, which averages the gradients over the ranks: "
-            "compute the outputs with ddp_model(images), not with model or ddp_model.module, and "
-            "end the step once"
+            "a step without a call to ddp_model, which averages the gradients over the ranks: "
+            "compute the outputs with ddp_model(images), not model or ddp_model.module, and end "
+            "the step once"
         )
     _called.discard(ddp_model)
     if isinstance(ddp_model, DistributedDataParallel):
@@ -179,9 +179,8 @@ def check_same(
     name = _find_unlike(weights | (buffers or {}), bit_sums(weights.values()))
     if name:
         raise UserError(
-            f"{name} differs between ranks: train through ddp_model, not through model; after "
-            "unfreezing weights wrap again, as DDP keeps to those it started with; "
-            "and change weights in the same way on all ranks"
+            f"{name} differs between ranks: train through ddp_model, not model; after unfreezing "
+            "weights wrap the model in DDP again; and change weights in the same way on all ranks"
         )
 
 
@@ -216,8 +215,8 @@ def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Raise a UserError if no weight has a gradient, before an `optimizer`'s step."""
     if all(weight.grad is None for weight in weights_of(optimizer)):
         raise UserError(
-            "no weight has a gradient in the optimizer's step: call backward() on the loss, "
-            "and zero_grad() after the step, not before"
+            "no weight has a gradient at optimizer.step(): call backward() on the loss, and "
+            "zero_grad() after the step, not before"
         )
 
 
@@ -225,7 +224,7 @@ def check_cleared(grads: Iterable[Tensor]) -> None:
     """Raise a UserError if gradients of the step before are not 0 at a backward()."""
     if any(grad.any() for grad in grads):
         raise UserError(
-            "the gradients of the step before are still there at backward(): call "
+            "the gradients of the previous step are still set at backward(): call "
             "optimizer.zero_grad() after each optimizer step"
         )
 
@@ -260,8 +259,8 @@ def check_slopes(
     for number, what in (passes, "passes of a step"), (ranks, "ranks"):
         if number > 1 and is_any(right / number):
             distributed.print0(
-                f"warning: the loss is 1/{number} of the mean over labels: right if that is a "
-                f"weight of yours; not if it is meant for the {number} {what}, whose labels "
-                f"`count` has already: {formula}"
+                f"warning: the loss is 1/{number} of the mean over labels: fine if you weight it "
+                f"so; wrong if it is meant for the {number} {what}, which `count` already "
+                f"includes: {formula}"
             )
             return

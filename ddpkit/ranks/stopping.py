@@ -106,8 +106,8 @@ class Stopper:
         waited = time.monotonic() - self.answered
         if waited > self.grace and self.kept:  # it does something long, after all steps
             distributed.print0(
-                f"stopped {self.grace:g} s after the signal, in what follows the steps of an "
-                f"epoch; saved at {self.kept}; run the same command again to resume"
+                f"stopped {self.grace:g} s after the signal, past the last step of an epoch; saved "
+                f"at {self.kept}; run the same command again to resume"
             )
             process.exit_now(STOPPED)
         if self.is_stopping or self.agreed.is_set():
@@ -122,7 +122,7 @@ class Stopper:
             ]
             states = ", ".join(distributed.states(missing))
             if waited > self.grace or "has ended" in states:
-                line = f"not saved, after {waited:.0f} s for an answer: {states}"
+                line = f"not saved: no answer for {waited:.0f} s: {states}"
                 ending.report_and_exit(line, self.status)
             if not self.is_said:
                 self.is_said = True

@@ -54,7 +54,7 @@ class VirtualRanks(nn.Module):
             torch.set_num_threads(1)
         if any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
             raise UserError(
-                "virtual ranks: SyncBatchNorm joins the batches of all ranks; use BatchNorm"
+                "virtual ranks: SyncBatchNorm spans the batches of all ranks; use BatchNorm"
             )
         # As DistributedDataParallel does.
         for tensor in (*module.parameters(), *module.buffers()):
@@ -64,9 +64,9 @@ class VirtualRanks(nn.Module):
         is_trained = self.training and torch.is_grad_enabled()
         if is_trained and self not in VirtualRanks.in_step:
             raise UserError(
-                "virtual ranks: a pass outside of the loop over the batches of a step: give "
-                "steps() all networks in VirtualRanks, train them in that loop, and loop over the "
-                "batches again for a second pass, such as SAM's"
+                "virtual ranks: a pass outside the loop over the batches of a step: pass steps() "
+                "all models in VirtualRanks, train them in that loop, and loop over the batches "
+                "again for a second pass, such as SAM's"
             )
         return self.module(*args, **options)
 
@@ -77,8 +77,8 @@ def share_of(ranks: int) -> range:
     if not is_possible(ranks, world_size):
         possible = [n for n in range(1, ranks + 1) if is_possible(ranks, n)]
         raise UserError(
-            f"{ranks} virtual ranks cannot be divided among {world_size} processes, but among "
-            f"so many processes: {', '.join(map(str, possible))}"
+            f"{ranks} virtual ranks cannot be divided among {world_size} processes; possible "
+            f"numbers of processes: {', '.join(map(str, possible))}"
         )
     share = ranks // world_size
     return range(distributed.rank() * share, (distributed.rank() + 1) * share)

@@ -120,8 +120,8 @@ def check_ended() -> None:
     """Raise a UserError within the loop over the batches of a step, or if it was left early."""
     if VirtualRanks.in_step:
         raise UserError(
-            "virtual ranks: within the loop over the batches of a step, or after a break in it, "
-            "gradients are not those of all ranks: step the optimizer after the whole loop"
+            "virtual ranks: inside the loop over the batches of a step, or after a break, "
+            "gradients are incomplete: step the optimizer after the whole loop"
         )
 
 

@@ -38,14 +38,14 @@ LACKING = {
         "too many files are open: raise the limit (ulimit -n) or use fewer loader workers"
     ),
     "^MemoryError|^ENOMEM in .*(popen_fork|multiprocessing.(heap|synchronize)|shm)": (
-        "too little memory for loader workers: use fewer, or smaller batches"
+        "not enough memory for loader workers: use fewer, or smaller batches"
     ),
     "^ENOENT in .*resource_sharer": (
-        "the sockets of loader workers have been removed from TMPDIR: start again"
+        "the sockets of loader workers were deleted from TMPDIR: start again"
     ),
     r"^E\w+ in .*(multiprocessing.(heap|synchronize)|shm)": (
-        "/dev/shm cannot hold the batches of loader workers ({}; see df -h /dev/shm): docker run "
-        "--ipc=host or --shm-size=8g; else fewer workers (0 need none)"
+        "/dev/shm is too small for the batches of loader workers ({}; see df -h /dev/shm): docker "
+        "run --ipc=host or --shm-size=8g, or use fewer workers (0 needs none)"
     ),
 }
 OVER = b"over"  # the note of a worker that has done all
@@ -128,8 +128,8 @@ def fail(error: BaseException) -> None:
     if not line:
         what = f"{type(error).__name__}: {error}"
         line = UserError(
-            f"a loader worker and its rank cannot exchange a batch ({what}): let samples and their "
-            "keys be tensors, arrays, numbers and strings"
+            f"a loader worker cannot send a batch to its rank ({what}): samples and their keys "
+            "must be tensors, arrays, numbers or strings"
         )
     worker = multiprocessing.current_process()
     if not isinstance(worker, Worker):

@@ -83,15 +83,15 @@ class Best:
         names = [name for name in self.directions if name in row]
         if not names:
             given = " or ".join(self.directions)
-            raise UserError(f"BEST of model.py is {given}: use one of {', '.join(row)}")
+            raise UserError(f"BEST in model.py is {given}: use one of {', '.join(row)}")
         name = names[0]
         is_higher = self.directions[name]
         if is_higher is None:
             is_higher = higher_is_better(name, row[name])
         if is_higher is None:
             raise UserError(
-                f'BEST of model.py is "{name}", of which nothing says whether higher or lower is '
-                f'better: write BEST = "{name}", "max" or BEST = "{name}", "min"'
+                f'BEST in model.py is "{name}", but is higher or lower better? Write BEST = '
+                f'"{name}", "max" or BEST = "{name}", "min"'
             )
         return name, is_higher
 

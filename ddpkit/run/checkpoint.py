@@ -23,7 +23,7 @@ from ddpkit.run import states
 from ddpkit.run.flags import OF_A_START
 from ddpkit.run.states import PLAIN, State
 
-ANOTHER = "use the model.py, and the flags, of its run"
+ANOTHER = "use the model.py and flags of that run"
 OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
 # As torch says it
 NO_MEMORY = re.compile("bad_?alloc|alloc_cpu|can't allocate memory|out of memory", re.I)
@@ -85,7 +85,7 @@ def check_archive(file: BinaryIO) -> bool:
     """Return whether it is an archive, and raise if that is damaged: torch.load does not look."""
     if file.read(4) != b"PK\3\4":  # by which torch.load takes a file for an archive
         if zipfile.is_zipfile(file):  # which looks at the end
-            raise zipfile.BadZipFile("something is before its beginning")
+            raise zipfile.BadZipFile("unexpected data before its start")
         return False
     try:
         archive = zipfile.ZipFile(file)
@@ -96,10 +96,10 @@ def check_archive(file: BinaryIO) -> bool:
         raise zipfile.BadZipFile("compressed, which torch.save does not do")
     # parts that overlap would be read again and again
     if sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
-        raise zipfile.BadZipFile("its parts are larger than the file")
+        raise zipfile.BadZipFile("its entries are larger than the file")
     has_folder = any(entry.external_attr & 0x10 for entry in entries)
     if archive.testzip() or has_folder:  # for torch that is an empty tensor
-        raise zipfile.BadZipFile("a checksum is wrong")
+        raise zipfile.BadZipFile("checksum mismatch")
     return True
 
 
@@ -113,7 +113,9 @@ def read(
         parse_keys({**state["format"]})
     except states.MISFITS as error:
         reason = reason_of(error, 120)
-        raise Foreign(f"{path}: of another ddpkit (format: {reason})") from None
+        raise Foreign(
+            f"{path}: written by an incompatible ddpkit (format: {reason})"
+        ) from None
     # flags of that start, not of the run
     for name in OF_A_START:
         state["args"].pop(name, None)
@@ -127,7 +129,7 @@ def check_entries(
     wrong = [f"no {name}" for name in sorted({*needed} - state.keys())]
     for name in EXAMPLES.keys() & state.keys():
         if not is_like(state[name], EXAMPLES[name]):
-            wrong.append(f"another kind of {name}")
+            wrong.append(f"wrong type of {name}")
     if wrong:
         raise Foreign(
             f"{path}: not a checkpoint of {whose} ({shorten(wrong)}): use last.pt, best.pt, or a "
@@ -198,15 +200,15 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
     said = getattr(error, "strerror", None) or str(error).strip()
     reason = re.split(r"\n|\. ", said)[0][:120] or type(error).__name__
     # torch's words for a file of another kind
-    reason = reason.replace("Weights only load failed", "no file of torch.save")
+    reason = reason.replace("Weights only load failed", "not a torch.save file")
     if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
-        return DiskError(f"{path}: there is too little memory to read it ({reason})")
+        return DiskError(f"{path}: not enough memory to read it ({reason})")
     if is_whole and isinstance(error, pickle.UnpicklingError):
         name = re.search(r"GLOBAL (\S+)|$", said)
         such = f", such as {name[1]}" if name and name[1] else ""
         return Foreign(
-            f"{path}: not a readable checkpoint (more than plain types{such}: torch.load cannot "
-            "read it with weights_only=True)"
+            f"{path}: not a readable checkpoint (torch.load with weights_only=True rejects "
+            f"non-plain types{such})"
         )
     # Torch's reader of archives looks at more than zipfile does.
     return Damaged(
@@ -221,15 +223,17 @@ def check_classes(
     if list(known) != list(classes):
         then = f"{len(known)} classes ({shorten(known)})"
         now = f"{len(classes)} classes ({shorten(classes)})"
-        line = f"{path} has {then}, the data has {now}: others, or in another order"
-        raise UserError(f"{line}; name the data of that run, or {keep_weights(path)}")
+        line = (
+            f"{path} has {then}, the data has {now}: the classes or their order differ"
+        )
+        raise UserError(f"{line}; use that run's data, or {keep_weights(path)}")
 
 
 def keep_weights(path: Path | str) -> str:
     """Return the flags that begin another run with the weights of the checkpoint at `path`."""
     best = Path(path).with_name("best.pt")
     weights = best if best.is_file() else path
-    return f"keep only its weights: --weights {weights} --output-dir ANOTHER"
+    return f"load only its weights: --weights {weights} --output-dir ANOTHER"
 
 
 def check_format(state: State, format: Format) -> None:
@@ -242,8 +246,8 @@ def check_format(state: State, format: Format) -> None:
         now = to_plain(getattr(format, name))
         if before != now:
             raise UserError(
-                f"{state['path']} was trained with {name} {before}, not {now}: correct data.json, "
-                "or MEAN and STD in dataset.py, or train anew with them"
+                f"{state['path']} was trained with {name} {before}, not {now}: fix data.json or "
+                "MEAN and STD in dataset.py, or retrain with the new values"
             )
 
 
@@ -267,12 +271,12 @@ def to_undo(state: State, classes: Sequence[str], flags: Mapping[str, object]) -
     check_classes(path, state["classes"], classes)
     changed = changes(state["args"], flags)
     such = f", such as {changed}" if changed else ""
-    return f"undo what has changed{such}, or {keep_weights(path)}"
+    return f"undo the change{such}, or {keep_weights(path)}"
 
 
 def load_weights(model: nn.Module, state: State, remedy: str = ANOTHER) -> None:
     """Copy the checkpoint's weights into `model`, or raise a UserError with the `remedy`."""
-    with states.fitting(state["path"], "what model.py builds", remedy):
+    with states.fitting(state["path"], "the model of model.py", remedy):
         states.load_module(model, state["model"])
 
 

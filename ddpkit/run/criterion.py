@@ -52,10 +52,9 @@ class Criterion(nn.Module):
         self.loss = loss  # last: what is set after it may be an attribute of the loss
         if self.kind not in (SUM, MEAN):
             raise UserError(
-                f'the loss of model.py has reduction="{self.kind}": give it an attribute '
-                'reduction, or write ddpkit.Criterion(..., reduction="mean"), "sum" if it is that '
-                "over the labels; if neither, return a sum, with a method count(targets) of what "
-                "it is divided by"
+                f'the loss in model.py has reduction="{self.kind}": pass ddpkit.Criterion(..., '
+                'reduction="mean"), or "sum", if it returns that over the labels; otherwise return '
+                "a sum and define count(targets), the number to divide it by"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -80,8 +79,8 @@ class Criterion(nn.Module):
         is_paired = self.is_regression and isinstance(outputs, Tensor)
         if is_paired and outputs.shape != getattr(targets, "shape", outputs.shape):
             raise UserError(
-                f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}: give both one "
-                "shape, such as by a target of shape (1,) in the dataset"
+                f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}: make their "
+                "shapes equal, such as by a target of shape (1,) in the dataset"
             )
         batch = [outputs, targets, *more]
         if self.kind == SUM:
@@ -100,8 +99,8 @@ class Criterion(nn.Module):
             return torch.full((), count, device=getattr(targets, "device", None))
         if not isinstance(targets, Tensor):
             raise UserError(
-                f"the targets are a {type(targets).__name__}, whose labels are not known: give the "
-                "loss of model.py a method count(targets), and return the sum over these"
+                f"the labels of targets that are a {type(targets).__name__} cannot be counted: "
+                "define count(targets) in the loss of model.py, and return the sum over the labels"
             )
         weight = None
         number = targets.numel()
@@ -143,7 +142,7 @@ class Criterion(nn.Module):
             if isinstance(outputs, Tensor) or kind not in str(error):
                 raise
             raise UserError(
-                f"the loss does not take what the network returns, a {kind} ({error}): give it "
+                f"the loss does not accept the model's output, a {kind} ({error}): pass it "
                 "ddpkit.to_logits(outputs)"
             ) from error
         what = type(found).__name__
@@ -152,8 +151,8 @@ class Criterion(nn.Module):
                 return found
             what = f"a tensor {tuple(found.shape)}"
         raise UserError(
-            f"the loss of model.py returns {what}: return a tensor (), the mean over the labels; "
-            "or their sum, with a method count(targets) that returns their number"
+            f"the loss in model.py returns {what}: return a scalar tensor, the mean over the "
+            "labels; or return the sum, and define count(targets) to return their number"
         )
 
 

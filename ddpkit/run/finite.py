@@ -45,7 +45,7 @@ def not_finite(what: str, rank: int, run: Checkpoints) -> UserError:
     again = f"--resume {shlex.quote(str(folder / 'last.pt'))} --output-dir ANOTHER"
     return UserError(
         f"{what} became NaN or inf at epoch {epoch}, step {step}: try a lower --lr or more "
-        f"--warmup-epochs, and check the input images; the checkpoints in {folder} were saved "
-        f"before that; to step through it: {again} --debug-rank {rank}, and a breakpoint in "
-        "train_one_epoch with the condition: not loss.isfinite()"
+        f"--warmup-epochs, and check the input images; the checkpoints in {folder} are from "
+        f"before; to debug it: {again} --debug-rank {rank}, with a breakpoint in train_one_epoch "
+        "on the condition: not loss.isfinite()"
     )

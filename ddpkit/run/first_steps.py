@@ -112,8 +112,8 @@ class FirstSteps:
         seen = sum(distributed.gather_objects(seen))
         if self.slopes and seen < 0.999 * float(count):
             distributed.print0(
-                f"warning: the step counts {float(count):g} labels, and criterion(...) got "
-                f"{seen:g}: where transform_batch removes labels, count those that it returns"
+                f"warning: the step counts {float(count):g} labels, but criterion(...) got "
+                f"{seen:g}: if transform_batch removes labels, count the targets that it returns"
             )
         say_void(self.masks)
         self.masks.clear()
@@ -121,23 +121,23 @@ class FirstSteps:
             part = float(self.of_criterion)
             if not math.isclose(whole, part, rel_tol=0.01):
                 distributed.print0(
-                    f"of the step's loss, {whole:.4g}, criterion(...) gave {part:.4g}: the rest is "
-                    "right if it is mean / len(batches), or sum * world_size / count; a plain mean "
-                    f"over each batch counts {self.passes} times"
+                    f"only {part:.4g} of the step's loss, {whole:.4g}, came from criterion(...): "
+                    "scale the rest as mean / len(batches) or sum * world_size / count; a plain "
+                    f"mean per batch counts {self.passes} times"
                 )
         if self.has_criterion and not self.slopes:
             distributed.print0(
-                "warning: the loss did not come from criterion(...): a mean over one batch is "
-                "not that over the labels of all ranks and passes of a step, which is loss = "
-                "criterion(outputs, targets, ...) * world_size / count, with all that your loss "
-                "takes; if yours is a sum over these, it is right"
+                "warning: the loss did not come from criterion(...): the mean over one batch is "
+                "not the mean over all labels of the step: write loss = criterion(outputs, "
+                "targets, ...) * world_size / count, with all arguments of your loss; ignore this "
+                "if yours already sums over all batches and ranks"
             )
         # or the one within, as of SAM, whose own step() nobody calls
         has_stepped = any(each in self.stepped for each in with_inner(self.optimizer))
         if not self.scalers and not has_stepped:  # fp16 leaves out some
             distributed.print0(
-                "warning: run.end_step without a step of the optimizer: a stop there loses the "
-                "gradients so far; for several batches per step use --accumulate"
+                "warning: run.end_step without an optimizer step: a stop here loses the "
+                "accumulated gradients; for several batches per step use --accumulate"
             )
 
 
@@ -147,6 +147,6 @@ def say_void(targets: Sequence[Tensor]) -> None:
     void = sum(int((each == VOID).sum()) for each in targets)
     if void > MOST_VOID * total:
         distributed.print0(
-            f"{void / total:.0%} of the pixels that training sees are void and count nothing: try "
-            "a smaller --image-size, unless the masks have as few labels"
+            f"{void / total:.0%} of the training pixels are void and do not count: try a smaller "
+            "--image-size, unless the masks themselves have so few labels"
         )

@@ -108,7 +108,9 @@ class Parser(argparse.ArgumentParser):
                 kinds = (bool,)
             if isinstance(before, SCALAR) and not isinstance(value, kinds):
                 flag = name.replace("_", "-")
-                self.error(f"--{flag}: {value!r:.60} instead of such as {before!r}")
+                self.error(
+                    f"--{flag}: expected a value like {before!r}, not {value!r:.60}"
+                )
             if takes_text:  # argparse makes the value of it
                 words = value if isinstance(value, list | tuple) else [value]
                 defaults[name] = ",".join(map(str, words))
@@ -138,7 +140,7 @@ class Parser(argparse.ArgumentParser):
             if most < math.inf:
                 end = f" and at most {most:g}"
             if kind is float and "," in text:
-                end += f"; use a point: {text.replace(',', '.')}"
+                end += f"; use a decimal point: {text.replace(',', '.')}"
             raise ArgumentTypeError(f"{text} is not {name} of {low} or more{end}")
 
         return convert
@@ -153,7 +155,7 @@ class Parser(argparse.ArgumentParser):
             if all(0 <= value < math.inf for value in values) and any(values):
                 return values
         raise ArgumentTypeError(
-            f"{text}: expected auto, or numbers of 0 or more, not all 0"
+            f"{text}: expected auto, or non-negative numbers, not all 0"
         )
 
     @staticmethod
@@ -163,9 +165,7 @@ class Parser(argparse.ArgumentParser):
             number, count = map(int, re.split("[/,]", text))
             if 1 <= number <= count > 1:
                 return number, count
-        raise ArgumentTypeError(
-            f"{text}: expected N/K, the N-th of K parts, such as 2/5"
-        )
+        raise ArgumentTypeError(f"{text}: expected N/K, fold N of K, such as 2/5")
 
     @staticmethod
     def ranks(text: str) -> tuple[list[int], int]:
@@ -202,7 +202,7 @@ class Parser(argparse.ArgumentParser):
                 words.append(word)
                 continue
             if word in around:
-                self.error(f"{word} reads itself")
+                self.error(f"{word} includes itself")
             path = Path(at_home(word)[1:])
             if not path.exists():
                 raise files.missing(path, "*.txt")

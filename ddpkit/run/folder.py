@@ -62,7 +62,7 @@ class RunFolder:
         path = self.resume if self.is_path else self.path / BEST
         if not self.is_path and BEST not in self.names():
             raise UserError(
-                f"{path}: no such file: train first, or name the --output-dir of a run"
+                f"{path}: no such file: train first, or give the --output-dir of a run"
             )
         self.state = checkpoint.read(path)
         return self.state
@@ -120,7 +120,7 @@ class RunFolder:
             return
         if Path(self.resume).is_dir():
             raise UserError(
-                f"--resume {self.resume}: a folder; name a file in it, such as last.pt"
+                f"--resume {self.resume}: is a folder; give a file in it, such as last.pt"
             )
         raise UserError(
             f"--resume {self.resume}: no such file; use auto, never or a file"
@@ -197,7 +197,7 @@ class RunFolder:
                     path.unlink()
         best = self.path / BEST
         if best.name in self.names() and self._own_epochs() < 0:
-            set_aside(f"{best} is of another run", best, OLDER_BEST)
+            set_aside(f"{best} belongs to another run", best, OLDER_BEST)
         launch = os.environ.get(protocol.LAUNCH_ID)
         if launch:
             with files.writing(self.path / protocol.BEGUN) as tmp_path:

@@ -157,8 +157,8 @@ class Run(Checkpoints):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UserError(
-                f"Run(optimizer=...) is a {type(optimizer).__name__}: give it one optimizer, and "
-                "others by names of yours, such as optimizer2=optimizer2"
+                f"Run(optimizer=...) got a {type(optimizer).__name__}: pass one optimizer, and any "
+                "others under your own names, such as optimizer2=optimizer2"
             )
         agreement.check_alike(classes, training=train_loader, validation=val_loader)
         kept = checkpoint.to_plain(dict(flags or {}))
@@ -183,8 +183,8 @@ class Run(Checkpoints):
         )
         if isinstance(self.source, OtherSource):
             distributed.print0(
-                "the training loader is not ddpkit.train_loader(...): to resume within an epoch "
-                "its batches of before are read again"
+                "the training loader is not ddpkit.train_loader(...): to resume within an epoch it "
+                "reads the earlier batches again"
             )
         self.first_place = self._place()
         self.place = self.first_place  # that of the images that are `seen`
@@ -265,7 +265,7 @@ class Run(Checkpoints):
         taken = more.keys() & checkpoint.EXAMPLES.keys()
         if taken:
             raise UserError(
-                f"Run({min(taken)}=...): checkpoints have an entry of that name"
+                f"Run({min(taken)}=...): this name is reserved in checkpoints; use another"
             )
         parts: State = {"model": self.model, "optimizer": self.optimizer}
         if scheduler is not None:
@@ -348,7 +348,7 @@ class Run(Checkpoints):
         has_other_steps = then["global_batch"] != now["global_batch"]
         reason = ""
         if isinstance(self.source, OtherSource) and has_other_steps:
-            reason = "the training loader cannot continue with other ranks or batches"
+            reason = "the training loader cannot resume with another number of ranks or batch size"
         elif {**then, "global_batch": now["global_batch"]} != now:
             reason = "the images, --seed or the sampler have changed"
         if self.seen and reason:
@@ -357,7 +357,7 @@ class Run(Checkpoints):
             self.sums.clear()
             self.last_lr_step = None
         elif then["training_set"] not in (None, now["training_set"]):
-            distributed.print0("other training images than before the stop")
+            distributed.print0("the training images have changed since the stop")
         if has_other_steps or then["images"] != now["images"]:
             self.last_lr_step = None
         self.done = self.seen // self.source.global_batch
@@ -387,9 +387,11 @@ class Run(Checkpoints):
         virtual = self.source.virtual_ranks
         before = state.get("virtual_ranks", 0)
         if before != virtual:
-            line += f"; --virtual-ranks {before} then, {virtual} now: other bits follow"
+            line += (
+                f"; --virtual-ranks was {before}, now {virtual}: results will differ"
+            )
         elif ranks != now and not virtual:
-            line += f"; {ranks} rank(s) then, {now} now: BatchNorm, dropout and rounding differ"
+            line += f"; saved on {ranks} rank(s), now {now}: BatchNorm, dropout and rounding differ"
         distributed.print0(line + self._place_line(steps, self.source.steps))
         changed = checkpoint.changes(state["args"], self.flags)
         if changed:
@@ -446,8 +448,8 @@ class Run(Checkpoints):
             distributed.print0(f"nothing left to do; {remedy}")
         elif self.epoch < self.last_epoch and not self.is_out:
             distributed.print0(
-                f"the loop was left after epoch {self.epoch} of {self.last_epoch}: the run is not "
-                "finished, and the same command continues from there; to end early for good use "
+                f"the loop ended after epoch {self.epoch} of {self.last_epoch}: the run is "
+                "unfinished, and the same command resumes it; to stop early for good use "
                 f"--patience or --epochs {self.epoch}"
             )
         else:
@@ -488,8 +490,8 @@ class Run(Checkpoints):
     def _begin_steps(self, networks: tuple[nn.Module, ...]) -> Iterator:
         if self.epoch >= self.last_epoch:
             raise UserError(
-                f"all {self.last_epoch} epochs are done: the loop over them is "
-                "for epoch in range(run.epoch, args.epochs)"
+                f"all {self.last_epoch} epochs are done: write the loop as for epoch in "
+                "range(run.epoch, args.epochs)"
             )
         self.report.print_parameters(self.trained)
         # others may be trained now and then
@@ -540,16 +542,16 @@ class Run(Checkpoints):
         """
         if self.phase not in IN_LOOP:
             raise UserError(
-                "run.end_step outside of the loop over run.steps: a loop over the loader itself "
-                "does not resume; write for step, batches in run.steps(train_loader, ddp_model)"
+                "run.end_step outside the loop over run.steps: a loop over the loader itself "
+                "cannot resume; write for step, batches in run.steps(train_loader, ddp_model)"
             )
         for ddp_model, network in self.stepped:
             replicas.check_called(ddp_model)
             if not network.training:
                 raise UserError(
-                    "a step in evaluation mode: BatchNorm and dropout do not train; evaluate by "
-                    "ddpkit.eval_batches(loader, model), which gives the mode back, or call "
-                    "recipe.set_training(ddp_model) after it"
+                    "training step in eval mode: BatchNorm and dropout do not train; evaluate with "
+                    "ddpkit.eval_batches(loader, model), which restores the mode, or call "
+                    "recipe.set_training(ddp_model) afterwards"
                 )
         losses = loss if isinstance(loss, Sequence) else [loss]
         self.first_steps.judge_step(losses, count)
@@ -566,9 +568,9 @@ class Run(Checkpoints):
     def _count(self, before: int) -> None:
         if self.step != before + 1:
             raise UserError(
-                "run.end_step has to be called exactly once per iteration of run.steps, which is "
-                "one optimizer step, also if you skip it; for more batches per step use "
-                "--accumulate, such as --accumulate 4"
+                "call run.end_step exactly once per iteration of run.steps, which is one optimizer "
+                "step, even if you skip that; for more batches per step use --accumulate, such as "
+                "--accumulate 4"
             )
 
     def _log(self, grad_norm: Tensor | None) -> None:
@@ -588,8 +590,8 @@ class Run(Checkpoints):
             if not distributed.all_arrive(name, distributed.timeout() / 10):
                 rank = distributed.rank()
                 raise UserError(
-                    f"rank {rank} left the training loop at {self._position()} and other ranks did "
-                    "not: all have to take the same number of steps"
+                    f"rank {rank} left the training loop at {self._position()} but other ranks did "
+                    "not: all ranks must take the same number of steps"
                 )
         sums = self._sums_of_all()
         if is_early:  # a run that resumes starts with the next epoch
@@ -618,16 +620,16 @@ class Run(Checkpoints):
         """
         if self.phase is Phase.EPOCH:
             raise UserError(
-                "run.end_epoch of an epoch without a loop over run.steps(train_loader, ddp_model)"
+                "run.end_epoch in an epoch without a loop over run.steps(train_loader, ddp_model)"
             )
         is_judged = not self.model.training or self.model in sources.judged
         # Before any collective: another rank may be in one of evaluate().
         if is_evaluated and not is_judged:
             raise UserError(
-                f"rank {distributed.rank()} has not evaluated Run(model=...), which is saved: all "
-                "ranks have to call evaluate(), with that network, by ddpkit.eval_batches(loader, "
-                "model) or after model.eval(), or give end_epoch is_evaluated=False; to save an "
-                "average of it: Run(model=average.module, trained=model, average=average)"
+                f"rank {distributed.rank()} did not evaluate the model of Run(model=...), which is "
+                "saved: evaluate it on all ranks, with ddpkit.eval_batches(loader, model) or after "
+                "model.eval(), or pass is_evaluated=False to end_epoch; to save an average of it: "
+                "Run(model=average.module, trained=model, average=average)"
             )
         stopping.agree()
         if is_evaluated:
@@ -658,8 +660,8 @@ class Run(Checkpoints):
                     f"{each:.6g}" if each else str(each) for each in found
                 )
                 distributed.print0(
-                    f"warning: {name} differs between ranks ({values}): reduce it, as evaluate() "
-                    f"of main.py does its sums; metrics.csv has {value:.6g}, rank 0's"
+                    f"warning: {name} differs between ranks ({values}): reduce it over the ranks, "
+                    f"as evaluate() in main.py does; metrics.csv gets rank 0's, {value:.6g}"
                 )
         return rows[0]
 

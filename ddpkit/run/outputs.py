@@ -33,8 +33,8 @@ def to_logits(outputs: Outputs) -> Tensor:
             parts = [part for part in found if part is not None]
         if not isinstance(parts, (tuple, list)) or not parts:
             raise UserError(
-                f"the network of model.py returns a {type(outputs).__name__} without logits: "
-                "return a tensor, or a tuple, dict or dataclass whose first is the logits"
+                f"the model returns a {type(outputs).__name__} without logits: return a tensor, or "
+                "a tuple, dict or dataclass with the logits first"
             )
         parts = parts[0]
     return parts.float()

@@ -179,6 +179,6 @@ def say_batches(then: int, now: int, sizes: str, rate: str) -> None:
     """
     if then not in (0, now):
         distributed.print0(
-            f"the global batch was {then} and is {now}: other steps follow; choose {sizes} = "
-            f"{then} for the same ones, or scale {rate} by about {now / then:.3g}"
+            f"the global batch was {then}, now {now}: results will differ; keep {sizes} = {then}, "
+            f"or scale {rate} by about {now / then:.3g}"
         )

@@ -51,7 +51,7 @@ KEYS = (
     *("parts", "kinds", "resumed_from", "ranks", "seed", "epoch", "done", "step"),
     *("global_batch", "best"),
 )
-TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
+TO_UNDO = "undo that to resume, or use another folder or resume='never'"
 # Turns over which gradients are added up for a step; after more nobody waits for one.
 MOST_ADDED_UP = 1000
 NUMBERS = "numbers"  # the part that `numbers` makes
@@ -123,7 +123,7 @@ class Forever:
                 self.done += 1
                 yield batch
             if not self.done:
-                raise UserError("a loader that is read for ever has no batches")
+                raise UserError("an endless loader returned no batches")
             self.epoch += 1
             self.done = 0
 
@@ -302,7 +302,9 @@ class Checkpoints:
 
     def _add(self, name: str, part: Any) -> None:
         if name in self.parts:
-            raise UserError(f"{self.name}.{name} is called a second time: once has all")
+            raise UserError(
+                f"{self.name}.{name} is called twice: pass everything in one call"
+            )
         self.parts[name] = part
         if name in self.later:
             part.load_state_dict(self.later.pop(name))
@@ -415,8 +417,8 @@ class Checkpoints:
         for of_network in {each.ranks for each in found} or {0}:
             if of_network != of_loader or 0 < len(found) < len(networks):
                 raise UserError(
-                    f"the training loader has virtual_ranks={of_loader}, a network given to "
-                    f"{self.name}.steps {of_network}: give both the same, and steps VirtualRanks"
+                    f"the training loader has virtual_ranks={of_loader}, {self.name}.steps got a "
+                    f"model with {of_network}: use the same for both, and pass steps VirtualRanks"
                 )
         self.ranks = of_loader or distributed.world_size()
         self.rank = distributed.rank()
@@ -475,8 +477,8 @@ class Checkpoints:
         """The loop over steps of an epoch, or, without epochs, of a run."""
         if self.phase not in (Phase.OUTSIDE, Phase.EPOCH):
             raise UserError(
-                f"a second loop over {self.name}.steps in an epoch, or, without epochs, in a run: "
-                "give the first all batches, such as itertools.chain(loader, other)"
+                f"second loop over {self.name}.steps in an epoch (without epochs: in a run): pass "
+                "all batches to the first, such as itertools.chain(loader, other)"
             )
         is_alone = self.phase is Phase.OUTSIDE
         self.phase = Phase.ALONE if is_alone else Phase.STEPS
@@ -499,9 +501,8 @@ class Checkpoints:
         frozen = self.trainable_then - self._trainable()
         if frozen > 0:
             distributed.print0(
-                f"warning: {frozen} weights are frozen that were trained when this run was "
-                "stopped: what unfreezes them in an epoch has to do so, too, when the run resumes "
-                "in a later one (epoch >= N, not ==)"
+                f"warning: {frozen} weights are frozen that were being trained when this run "
+                "stopped: unfreeze them in every later epoch, too (epoch >= N, not ==)"
             )
 
     def _trainable(self) -> int:
@@ -521,10 +522,9 @@ class Checkpoints:
             self._save_again()
             return
         distributed.print0(
-            f"warning: a scheduler or another part was changed before {self.name}.steps(), which "
-            "a run that is resumed in that epoch does once more: right if that sets values by the "
-            "epoch; scheduler.step() goes to the end of the loop over epochs, or before "
-            f"{type(self).__name__}(...) is made"
+            f"warning: a scheduler or other object changed before {self.name}.steps(), which a run "
+            "that resumes in this epoch repeats: fine if it sets values by the epoch; move "
+            f"scheduler.step() to the end of the epoch, or before {type(self).__name__}(...)"
         )
 
     def _checksums(self, names: Iterable[str]) -> dict[str, int]:
@@ -655,7 +655,7 @@ class Checkpoints:
         if state.get("is_inside"):
             distributed.print0(
                 "it was saved within a step, or before the end of an epoch: what the script did "
-                "there before is done once more"
+                "there before saving is repeated"
             )
         saved = self._own_states(state, state["parts"])
         self._compare_names(path, saved.keys())
@@ -667,7 +667,7 @@ class Checkpoints:
         self.best_score = state["best"]
         self.ranks_then = state["ranks"]
         if self.done and state["seed"] != self.seed:
-            self._start_over(f"seed {state['seed']} then")
+            self._start_over(f"the seed was {state['seed']}")
 
     def _place_line(self, done: int, steps: int = 0) -> str:
         """Return where the run goes on in an epoch, of which so many are done of all `steps`."""
@@ -675,8 +675,8 @@ class Checkpoints:
             return ""
         where = "after its last step" if done == steps else f"at step {done + 1}"
         return (
-            f"; resuming {where}, where variables of your loop, and counts of enumerate, start "
-            f"anew, except {self.name}.numbers(...)"
+            f"; resuming {where}; loop variables and counts of enumerate start over, except "
+            f"{self.name}.numbers(...)"
         )
 
     def _own_states(self, state: State, saved: State) -> State:
@@ -694,8 +694,8 @@ class Checkpoints:
                 mine[name] = each[distributed.rank()]
             else:
                 raise UserError(
-                    f"{state['path']}: {name} had a state of its own on each of {len(each)} ranks: "
-                    f"resume on as many; {TO_UNDO}"
+                    f"{state['path']}: {name} had a separate state on each of {len(each)} ranks: "
+                    f"resume on that many ranks; {TO_UNDO}"
                 )
         for name in list(mine):
             if is_later(name) and name not in self.parts:
@@ -708,17 +708,17 @@ class Checkpoints:
         new = sorted(self.parts.keys() - set(then))
         if left and new:
             raise UserError(
-                f"{path} has {shorten(left)} and no {shorten(new)}: give the parts their former "
-                "names, or use another folder, or resume='never'"
+                f"{path} has {shorten(left)} but no {shorten(new)}: use the previous names, or "
+                "another folder, or resume='never'"
             )
         if left:
             distributed.print0(
-                f"{path} has {shorten(left)}, for which {self.name} is given no part: left out, "
-                "and not in what is saved from here on"
+                f"{path} has {shorten(left)}, which {self.name} was not given: ignored, and "
+                "dropped from new checkpoints"
             )
 
     def _start_over(self, reason: str) -> None:
-        distributed.print0(f"{reason}: the epoch that was stopped starts over")
+        distributed.print0(f"{reason}: the interrupted epoch starts over")
         self.done = 0
 
     def _rest(self, batches: Iterable) -> Iterator:
@@ -729,12 +729,12 @@ class Checkpoints:
         reason = ""  # why other batches would follow
         if global_batch:
             if global_batch != self.global_batch:
-                reason = "another batch size, or other ranks, then"
+                reason = "the batch size or the number of ranks has changed"
                 sizes = "batch_size x ranks x accumulate", "the learning rate"
                 say_batches(self.global_batch, global_batch, *sizes)
             self.global_batch = global_batch
         elif not isinstance(batches, Sequence) and self.ranks_then != ranks:
-            reason = f"{self.ranks_then} ranks then"
+            reason = f"the number of ranks was {self.ranks_then}"
         if self.done and reason:
             self._start_over(reason)
         # A loader that is a part may have been given its place.
@@ -791,15 +791,15 @@ def check_parts(door: str, parts: states.Parts) -> None:
         sharded = sorted(kinds & SHARDED)
         if sharded:
             raise UserError(
-                f"{door}({name}=...): {sharded[0]} has a part of the state on each rank: use "
-                "DistributedDataParallel and a plain optimizer, or save it by "
+                f"{door}({name}=...): {sharded[0]} is sharded over the ranks: use "
+                "DistributedDataParallel and a regular optimizer, or save it with "
                 "torch.distributed.checkpoint"
             )
         for method in "state_dict", "load_state_dict":
             if not callable(getattr(part, method, None)):
                 raise UserError(
-                    f"{door}({name}=...): a {type(part).__name__} has no {method}: give parts "
-                    f"that have one; for numbers and lists there is {door.lower()}.numbers(...)"
+                    f"{door}({name}=...): a {type(part).__name__} has no {method}: pass objects "
+                    f"that have one; for numbers and lists use {door.lower()}.numbers(...)"
                 )
 
 
@@ -818,4 +818,4 @@ def go_on() -> None:
     try:
         agree()
     except Stopped:
-        distributed.print0("all steps are done: the script goes on to its end")
+        distributed.print0("all steps are done; running the rest of the script")

@@ -83,10 +83,12 @@ def check_itself(needs: str) -> None:
     if present < least:
         how = "cruft update" if is_copy else "python -m pip install -r requirements.txt"
         line = f"{this}, main.py needs {needs}"
-        raise UserError(f"{line}: bring it up to date ({how})")
+        raise UserError(f"{line}: update ddpkit ({how})")
     if least and present[0] > least[0]:  # names may have gone
         line = f"{this}, main.py is written for {least[0]}"
-        remedy = f"install ddpkit<{least[0] + 1}, or change main.py as docs/migration.md says"
+        remedy = (
+            f"install ddpkit<{least[0] + 1}, or migrate main.py as in docs/migration.md"
+        )
         raise UserError(f"{line}: {remedy}")
 
 

@@ -76,9 +76,9 @@ def take_states(parts: Parts) -> State:
             if not isinstance(leaf, Tensor):
                 if type(leaf) not in TAKEN:
                     raise UserError(
-                        f"{name}: its state_dict has a {type(leaf).__name__}, which torch.load("
-                        "weights_only=True) refuses: use numbers, texts, tensors, and lists and "
-                        "dicts of them; what has a state_dict itself is given by its own name"
+                        f"{name}: its state_dict has a {type(leaf).__name__}, which "
+                        "torch.load(weights_only=True) rejects: use numbers, strings, tensors, "
+                        "lists and dicts; pass an object with a state_dict under its own name"
                     )
             elif is_saved and not leaf.is_meta:
                 copies[id(leaf)] = leaf.detach().cpu()
@@ -185,7 +185,7 @@ def compare_ranks(parts: Parts, taken: State) -> dict[str, list[State]]:
         if isinstance(part, ON_ALL):
             raise UserError(
                 f"the {name} differs between ranks: change it in the same way on all ranks, such "
-                "as by a number that is reduced"
+                "as by a reduced value"
             )
         mine = tree_map_only(Tensor, lambda tensor: tensor.cpu(), others[name])
         own[name] = distributed.gather_objects(mine)
@@ -230,7 +230,7 @@ def load_states(
     if step is not None and scheduler and not by_flags:
         kind = type(scheduler).__name__
         distributed.print0(
-            f"{kind} and the optimizer's settings resume as saved, not as flags say"
+            f"{kind} and the optimizer's settings resume as saved, whatever the flags"
         )
     made: list[State] = checkpoint.get("settings", [])
     for name, part in parts.items():
@@ -244,7 +244,7 @@ def load_states(
             now = type(part).__name__
             then = checkpoint["kinds"].get(name, now)
             if then != now:
-                raise ValueError(f"it was {then} and is {now}")
+                raise ValueError(f"it was {then}, now {now}")
             if by_flags and name == "scheduler":
                 bases = [group.get("initial_lr") for group in made]
                 follow(part, step or 0, state, bases)
@@ -267,7 +267,7 @@ def fitting(path: str, what: str, remedy: str) -> Iterator[None]:
     except MISFITS as error:
         said = str(error).partition(":\n")[2]  # without the heading of torch's
         reason = clip(said, 200) or reason_of(error, 200)
-        line = f"{path} does not fit {what} ({reason})"
+        line = f"{path} does not match {what} ({reason})"
         raise UserError(f"{line}; {remedy}") from None
 
 
@@ -321,8 +321,8 @@ def load_optimizer(
         optimizer.add_param_group({**group, "params": members})
     if added:
         distributed.print0(
-            f"{len(added)} group(s) of weights were added to the optimizer, and are there now: add "
-            "none twice (if len(optimizer.param_groups) == ...)"
+            f"{len(added)} parameter group(s), added to the optimizer before the stop, are "
+            "restored: do not add them again (if len(optimizer.param_groups) == ...)"
         )
     within = inner(optimizer)
     then = {key: each.param_groups for key, each in within.items()}
@@ -354,7 +354,7 @@ def fitted(
     members = [set(group["params"]) for group in now]
     if members != [set(group["params"]) for group in then]:
         counts = f"{sizes(then)} weights and have {sizes(now)}"
-        raise ValueError(f"groups had {counts}, or others")
+        raise ValueError(f"parameter groups had {counts}, or different ones")
     groups = []
     for number, (old, group) in enumerate(zip(then, now, strict=True)):
         kept = {key: group[key] for key in group.keys() & OF_THE_RUN}
@@ -375,8 +375,8 @@ def fitted(
         elif weight.requires_grad:
             without.append(name)
     if moments and without:
-        line = f"the saved optimizer has no state of {shorten(without)}, as of frozen weights"
-        distributed.print0(f"{line}: it starts there anew")
+        line = f"the saved optimizer has no state for {shorten(without)}, as if frozen"
+        distributed.print0(f"{line}: it starts fresh there")
     return {**saved, "state": moments, "param_groups": groups}
 
 
@@ -396,7 +396,7 @@ def fitted_moments(values: State, weight: Tensor, is_fused: bool) -> State:
             if key != "step" and value.shape == weight.shape:
                 value = torch.empty_like(weight, dtype=value.dtype).copy_(value)
             elif is_fused and key in MOMENTS:
-                raise ValueError(f"{key} has not the shape of its weight")
+                raise ValueError(f"{key} does not have the shape of its weight")
         moments[key] = value
     return moments
 

@@ -44,7 +44,7 @@ class Unsaved:
         if changed:
             gc.collect()  # those of an earlier run in this process
         for network in changed:
-            self._say(f"another network of class {type(network).__name__}")
+            self._say(f"another model of class {type(network).__name__}")
         strays: set[Tensor] = set()
         for part in self.parts.values():
             if isinstance(part, Optimizer):
@@ -52,9 +52,8 @@ class Unsaved:
         strays -= states.names_of(self.parts).keys()
         if strays:
             distributed.print0(
-                f"warning: {len(strays)} of the optimizer's weights are in no network that "
-                f"{self.door}(...) was given by name, such as a loss: they are in no checkpoint, "
-                "and differ by rank"
+                f"warning: {len(strays)} of the optimizer's weights are in no module passed to "
+                f"{self.door}(...) by name (a loss?): they are not saved, and differ between ranks"
             )
 
     def _changed_networks(self) -> WeakSet[nn.Module]:
@@ -91,8 +90,8 @@ class Unsaved:
             return
         self.said.add(what)
         distributed.print0(
-            f"warning: {what} is not given to {self.door}(...) by name: its state is in no "
-            "checkpoint, and a resumed run goes on without it"
+            f"warning: {what} is not passed to {self.door}(...) by name: its state is not saved, "
+            "and a resumed run continues without it"
         )
 
 

@@ -71,8 +71,8 @@ class LoopVariables:
         if self.at_start.get("epoch") not in counts and "epoch" not in self.said:
             self.said.add("epoch")
             distributed.print0(
-                f"warning: the variable epoch is not {epoch}, the epoch of this run: a run that "
-                f"resumes does not begin with 0; loop over {self.name}.epochs(...)"
+                f"warning: the variable epoch is not {epoch}, the epoch of this run: a resumed run "
+                f"does not start at 0; loop over {self.name}.epochs(...)"
             )
         if self.saved:
             self._say_anew(is_within)
@@ -103,7 +103,7 @@ class LoopVariables:
             if is_other and name in self.kept and not may_be_saved:
                 changed.append(name)
         self._say(
-            changed, "changed with the epoch: unless each epoch sets that, it is lost"
+            changed, "changed with the epoch: lost on resume unless each epoch sets it"
         )
 
     def _say(self, names: list[str], what: str) -> None:
@@ -114,7 +114,7 @@ class LoopVariables:
         new.sort(key=lambda name: "." in name)  # attributes come last
         plain = [name.rpartition(": ")[2] for name in new]
         distributed.print0(
-            f"warning: {', '.join(plain)} {what}; no checkpoint has variables: use {self.name}"
+            f"warning: {', '.join(plain)} {what}; variables are not saved: use {self.name}"
             f".numbers({plain[0].rpartition('.')[2]}=...) for numbers, lists and tensors, "
             f"{self.name}.forever(loader) for next(it), {self.name}.common for random numbers, "
             f"{self.name.capitalize()}(NAME=...) for what has a state_dict, and epoch >= N, not =="

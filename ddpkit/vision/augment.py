@@ -132,7 +132,7 @@ class ResizedCenterCrop(Crop):
     def __init__(self, size: int, crop: float | None = 0.875) -> None:
         super().__init__(size)
         if crop is not None and not 0 < crop <= 1:
-            raise UserError(f"crop {crop}: give a share above 0, and at most 1")
+            raise UserError(f"crop {crop}: use a fraction above 0, and at most 1")
         self.crop = crop
 
     def place(self, height: int, width: int) -> Box:
@@ -149,8 +149,8 @@ def _lazy(part: Any, is_mask: bool = False) -> LazyImage:
         numbers = np.asarray(part).squeeze()
         if numbers.dtype != np.uint8 and (numbers.min() < 0 or numbers.max() > 255):
             raise UserError(
-                f"a mask of {numbers.dtype} has numbers from {numbers.min()} to {numbers.max()}: "
-                "use class numbers from 0, and 255 where there is no label"
+                f"a mask of {numbers.dtype} has values from {numbers.min()} to {numbers.max()}: "
+                "use class numbers from 0, and 255 for void"
             )
         return LazyImage.of(numbers.astype(np.uint8, copy=False))
     pixels = as_tensor(part, is_image=True)  # (C, H, W)

@@ -24,6 +24,6 @@ class Beside:
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {reason_of(error, 200)}"
             if failed not in self.said:
-                distributed.print0(f"{failed} ({reason}): the run goes on without it")
+                distributed.print0(f"{failed} ({reason}): the run continues without it")
             self.said.add(failed)
             return None

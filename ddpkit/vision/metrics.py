@@ -75,7 +75,7 @@ def compute_metrics(
         if count != 1:
             raise UserError(
                 f"metric {name} has {count} values: in build_metrics of model.py, average them or "
-                "put a torchmetrics.ClasswiseWrapper around it, which names each"
+                "wrap it in torchmetrics.ClasswiseWrapper, which names each"
             )
     # The ranks' last bits may differ, and what is decided by them with it.
     numbers = distributed.from_rank_zero(

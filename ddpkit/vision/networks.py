@@ -55,7 +55,7 @@ def adapt_input(model: nn.Module, size: int, channels: int = 3, step: int = 0) -
 
 def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
     """Freeze the weights of `model` that no output depends on, in evaluation or in training."""
-    remedy = f"validation pads images to multiples of {step}: choose another network"
+    remedy = f"validation pads images to multiples of {step}: choose another model"
     size = 5 * step
     names = without_gradient(model, try_forward(model, size, channels, remedy))
     if names:
@@ -64,7 +64,7 @@ def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
     for name in names:
         model.get_parameter(name).requires_grad_(False)
     if names and distributed.is_joined():  # predict.py has no use for it
-        line = f"{len(names)} weights are frozen, for no output depends on them"
+        line = f"{len(names)} weights are frozen because no output depends on them"
         distributed.print0(f"{line}: {shorten(names)}")
 
 
@@ -113,7 +113,7 @@ def try_forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outp
         with replicas.in_evaluation(model):
             return model(torch.zeros(1, channels, size, size, device=device))
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        line = f"this network cannot take images of {size} x {size} pixels"
+        line = f"this model does not accept images of {size} x {size} pixels"
         raise UserError(f"{line} ({reason_of(error, 300)}): {remedy}") from None
 
 
@@ -148,5 +148,5 @@ def check_name(flag: str, name: str, known: Iterable[str], of_timm: str = "") ->
         names += [f"{of_timm}{each}" for each in timm.list_models()]
     if name not in names:
         raise UserError(
-            f"{flag} {name}: no network of that name for this task{suggest(name, names)}"
+            f"{flag} {name}: no model of that name for this task{suggest(name, names)}"
         )

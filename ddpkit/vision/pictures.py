@@ -142,8 +142,8 @@ def drawing(path: Path) -> "Iterator[Figure]":
             figure.savefig(tmp_path, format="png", bbox_inches="tight", pil_kwargs=how)
     if any("missing from" in str(each.message) for each in noted):
         distributed.print0(
-            f"{path}: letters that matplotlib's font lacks are boxes in it; install one that has "
-            "them, and name it in a matplotlibrc: font.family"
+            f"{path}: letters missing from matplotlib's font are drawn as boxes; install a font "
+            "that has them, and set font.family in a matplotlibrc"
         )
 
 

@@ -120,7 +120,7 @@ def choose_folder(root: Path, roles: Roles, part: str, kind: str = "") -> Path |
     if len(filled) > 1:
         listed = " and ".join(str(each.relative_to(root)) for each in filled)
         raise UserError(
-            f"{root}: {listed} may each be meant; rename or move all but one of them"
+            f"{root}: {listed} are ambiguous; rename or move all but one of them"
         )
     return next(iter(filled or named), None)
 
@@ -174,7 +174,7 @@ def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
     if part and lone and any_image(lone):
         lacking = "masks" if images else "images"
         raise UserError(
-            f"{lone}: no folder of its {lacking}; add it, or move this one elsewhere"
+            f"{lone}: the folder with its {lacking} is missing; add it, or move this one elsewhere"
         )
     return None
 
@@ -191,9 +191,9 @@ def find_classes_of(root: Path, roles: Roles, part: str) -> Place | None:
     named = list(filter(part_in_name, classes))
     if named:
         raise UserError(
-            f"{root}: {shorten(named)} may be parts of the set; move their class folders to "
-            f"{root / 'train'}, {root / 'val'} and {root / 'test'}; if they are classes, move all "
-            f"classes into {root / 'train'}"
+            f"{root}: apparent splits of the dataset: {shorten(named)}; move their class folders "
+            f"to {root / 'train'}, {root / 'val'} and {root / 'test'}; if they are classes, move "
+            f"all classes into {root / 'train'}"
         )
     if len(classes) < 2 or {"images", "masks"} & {*map(str.lower, classes)}:
         return None
@@ -213,7 +213,7 @@ def inner_folders(folder: Path) -> list[Path]:
         raise UserError(f"{folder}: no such folder{where}")
     if not folder.is_dir():
         raise UserError(
-            f"{folder}: a file; name its folder, or, for labels: {convert_command(folder)}"
+            f"{folder}: is a file; give its folder, or, for labels: {convert_command(folder)}"
         )
     inner = sorted(each for each in folder.iterdir() if each.is_dir())
     return [each for each in inner if not each.name.startswith(".")]

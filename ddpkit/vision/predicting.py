@@ -59,7 +59,7 @@ def open_model(
     tasks = task_of(state["args"]), task_of(vars(args).keys() - state["args"].keys())
     if all(tasks):
         raise UserError(
-            f"{path} is of a {tasks[0]} project, and this is one for {tasks[1]}"
+            f"{path} is from a {tasks[0]} project, but this is a {tasks[1]} project"
         )
     format = Format(**state["format"])
     try:
@@ -68,8 +68,8 @@ def open_model(
     except FileNotFoundError as error:  # of the hub's library, or of model.py
         reason = reason_of(error, 120)
         raise UserError(
-            f"{path}: its network cannot be built ({reason}); what is on the hub, download first, "
-            "if you trust it"
+            f"{path}: its model cannot be built ({reason}); if it is on the hub and you trust it, "
+            "download it first"
         ) from None
     checkpoint.load_weights(model, state)
     model = uncompiled(model)  # a compiled one would compile for each size
@@ -187,7 +187,7 @@ class Predictor:
                 for _, row in lists.read_rows(Path(given))
             }
         except (KeyError, ValueError):
-            raise UserError(f"{given}: needs columns class and threshold") from None
+            raise UserError(f"{given}: needs the columns class and threshold") from None
         limits = [known.pop(str(files.as_text(name)), 0.5) for name in self.classes]
         if known:
             raise UserError(f"{given}: the checkpoint has no class {shorten([*known])}")
@@ -272,6 +272,6 @@ class Tolerant(Dataset):
             # such as one that flips image and mask together
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"val_transform of dataset.py does not take an image alone ({reason}): "
-                "predict.py gives it that"
+                "val_transform in dataset.py must accept an image without a target, as in "
+                f"predict.py ({reason})"
             ) from error

@@ -67,12 +67,12 @@ def load_pretrained(
     elif name not in sources:
         known = ", ".join(sources) or "none"
         raise UserError(
-            f"--weights {name}: no such file, and published for this network are {known}"
+            f"--weights {name}: no such file; pretrained weights for this model: {known}"
         )
     if model is None:
         return
     if not sources:
-        distributed.print0("--weights auto: none, published for this network")
+        distributed.print0("--weights auto: no pretrained weights for this model")
         return
     if is_auto:
         distributed.print0(f"--weights auto: {name}, downloaded unless cached ...")
@@ -84,7 +84,7 @@ def load_pretrained(
     if not is_auto:
         raise UserError(fault)
     distributed.print0(
-        f"{fault}; starts from scratch; use --weights FILE, or --weights none"
+        f"{fault}; training from scratch; use --weights FILE, or --weights none"
     )
 
 
@@ -114,7 +114,7 @@ def read_tensors(path: str) -> Tensors:
     if is_safe:
         from safetensors.torch import load
 
-        remedy = "another one is needed"
+        remedy = "use another file"
         return files.parse(path, load, "safetensors", remedy, sys.maxsize)
     tensors: dict[str, Tensor] = {}
 
@@ -216,11 +216,11 @@ def copy_matching(
         if fits(value, weight):
             fitting[name] = value
     if not fitting:
-        line = "--weights: no tensor has the same name and shape as one of this network, which"
+        line = "--weights: no tensor matches this model in name and shape; the model"
         first = next(iter(published), "nothing")
         raise UserError(
-            f"{line} begins with {next(iter(mine))}; {source} begins with {first}: is it of "
-            "another --arch?"
+            f"{line} begins with {next(iter(mine))}, {source} with {first}: is it from another "
+            "--arch?"
         )
     model.load_state_dict(fitting, strict=False)
     share = sum(map(torch.numel, fitting.values())) / sum(
@@ -228,7 +228,7 @@ def copy_matching(
     )
     start = f" from {prefix}*" if prefix else ""
     line = f"--weights: {len(fitting)} of {len(mine)} tensors loaded{start}"
-    line += f", {100 * share:.4g} % of the network"
+    line += f", {100 * share:.4g} % of the model"
     new = [name for name in mine if name not in fitting]
     if new:
         line += f"; new: {shorten(new)}"

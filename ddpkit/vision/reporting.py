@@ -378,8 +378,8 @@ class Reporter:
         path = self.folder / "curves.png"
         best = self.facts.get("best", ())
         shown = path, self.rows, self.classes, *best
-        self.beside(f"{path} is not drawn", pictures.draw_curves, *shown)
-        self.beside(f"{self.folder}/metrics.csv is not written", self.write_rows)
+        self.beside(f"{path} was not drawn", pictures.draw_curves, *shown)
+        self.beside(f"{self.folder}/metrics.csv was not written", self.write_rows)
         is_new = not any((self.folder / EPOCHS).glob(EVENTS))
         for row in self.rows if is_new else new:
             for name, value in only_numbers(row).items():
@@ -389,7 +389,7 @@ class Reporter:
         for row in new:
             if self.log:
                 numbers = only_numbers(row)
-                self.beside("the tracker did not take a row", self.log, numbers)
+                self.beside("the tracker did not accept a row", self.log, numbers)
 
     def write_rows(self) -> None:
         # of all rows, in their order: a later one may have more
@@ -419,7 +419,7 @@ class Reporter:
     def write_json(self, name: str, value: object) -> None:
         path = self.folder / name
         text = json.dumps(value, indent=2, default=str)
-        self.beside(f"{path} is not written", files.save_text, path, f"{text}\n")
+        self.beside(f"{path} was not written", files.save_text, path, f"{text}\n")
 
     def _mistakes(self, model: nn.Module, loader: object) -> Mistakes:
         return Mistakes(model, loader, self.classes, self.predict, self.draw)
@@ -485,7 +485,7 @@ class Reporter:
         count = samples.size(samples.dataset_of(loader))
         for line in evaluation_lines(results, confusion, self.classes, count):
             distributed.print0(line)
-        self.beside("classes are not looked at", say_weak, folder, results)
+        self.beside("classes were not checked", say_weak, folder, results)
 
     def print_results(self, name: str, best: float, epoch: int, example: str) -> None:
         """Print the best score, the paths of the results, and the command that uses them.
@@ -494,12 +494,12 @@ class Reporter:
         """
         if not math.isfinite(best):
             return distributed.print0(
-                f"done, without best.pt: {name} was NaN, or not there, after every epoch"
+                f"done, without best.pt: {name} was NaN or missing after every epoch"
             )
         checkpoint = os.path.join(os.path.relpath(self.folder), "best.pt")
         shown = [file for file in SHOWN if (self.folder / file).exists()]
         names = ", ".join([checkpoint, *shown])
-        distributed.print0(f"done: best {name} {best:.4f}, of epoch {epoch}; {names}")
+        distributed.print0(f"done: best {name} {best:.4f} in epoch {epoch}; {names}")
         hint = what_next(self.rows, *self.facts.get("best", ("", "")))
         if hint:
             distributed.print0(hint)

@@ -85,7 +85,7 @@ def what_next(rows: Sequence[Row], name: str, direction: object) -> str:
             "try pretrained weights, more augmentation or fewer epochs"
         )
     if best_row(rows, name, direction) is last:
-        return "the last epoch was the best: a new run of more epochs may be better"
+        return "the last epoch was the best: a new run with more epochs may do better"
     return ""
 
 
@@ -154,12 +154,12 @@ class EpochLines:
     ) -> list[str]:
         """Return the line of a row, below the header if that is the first, or another one.
 
-        left: the time. best: the column by which best.pt is chosen.
+        left: the time, in column eta. best: the column by which best.pt is chosen.
         """
         numbers = only_numbers(row)
         width = len(f"epoch {self.epochs}/{self.epochs}")
         names = self.fitting(numbers, best, width)
-        titles = [clip(name).rjust(8) for name in [*names, "left"]]
+        titles = [clip(name).rjust(8) for name in [*names, "eta"]]
         cells = [as_digits(numbers[name]) for name in names]
         header, line = table_lines(
             [" " * width, *titles],

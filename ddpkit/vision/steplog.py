@@ -41,7 +41,7 @@ class Board:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        failed = f"{self._folder} gets nothing for TensorBoard"
+        failed = f"{self._folder} gets no TensorBoard files"
         is_own = os.getpid() == self._process
         if is_own and not self._writer and name not in ("flush", "close"):
             self._writer = self._beside(failed, self._open)

@@ -96,5 +96,5 @@ def test_several_ranks(project: Project, few: Path, tmp_path: Path) -> None:
     """They compute on the CPU, which one line says."""
     done = project.train(few, tmp_path).ok()
     assert "2 rank(s) on CPU" in done.out
-    line = "Apple's GPU is for one process: 2 compute on the CPU\n"
+    line = "Apple's GPU supports only one process: using the CPU for 2 ranks\n"
     assert done.err == line

@@ -168,7 +168,7 @@ def test_first_convolution(channels: int, capsys: pytest.CaptureFixture[str]) ->
     first = next(m for m in net.modules() if isinstance(m, nn.Conv2d))
     pretrained.copy_matching(net, source)
     said = capsys.readouterr().out.strip()
-    assert re.search(r"(\d+) of \1 tensors loaded, 100 % of the network$", said)
+    assert re.search(r"(\d+) of \1 tensors loaded, 100 % of the model$", said)
     name = next(iter(source))
     torch.testing.assert_close(first.weight, adapt_input_conv(channels, source[name]))
     assert torch.equal(net.fc.weight, source["fc.weight"])

@@ -288,7 +288,7 @@ def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) ->
     assert "left out: " in done.out
     assert "gone.png is no file" in done.out
     done = project.train(data, tmp_path / "run", "--epochs", 2, on=1).ok()
-    assert "other training images than before the stop\n" in done.out
+    assert "the training images have changed since the stop\n" in done.out
 
 
 def test_what_no_list_can_say(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ class TestThePicture:
         is_tinted = np.abs(drawn - (0.6 * 90 + 0.4 * colors)).max(2) < 20
         assert 0.05 < is_tinted.mean() < 0.2
         assert (np.abs(drawn - colors).max(2) < 20).any()  # in the legend
-        void = "of the pixels that training sees are void and"
+        void = "of the training pixels are void and"
         assert void not in done.out
         large = ["--image-size", 256]
         assert check(project, tmp_path / "set", *large).out.count(void) == 1
@@ -420,12 +420,12 @@ def test_parts_that_are_nearly_alike(tmp_path: Path) -> None:
     first.save(tmp_path / "val/a/anew.jpg", quality=80)
     first.resize((150, 100)).save(tmp_path / "val/a/larger.png")
     (line,) = warnings()
-    assert line.startswith("2 of 9 images look nearly as training images do")
+    assert line.startswith("2 of 9 images look almost like training images")
     assert f"val/a/anew.jpg like {tmp_path}/train/a/0.png" in line
     for name in "train/b/p12_3", "val/b/p12_4", "val/b/p13_1":
         paint.image(f"{name}.png")
     line, names = sorted(warnings(), key=len, reverse=True)
-    assert names.startswith("1 of 11 images are numbered on as training images")
+    assert names.startswith("1 of 11 images are numbered like training images")
     assert "p12_4.png" in names
 
 

@@ -361,7 +361,7 @@ def test_entries_of_another_kind(name: str, tmp_path: Path) -> None:
                 found = read()
             except checkpoint.Foreign as error:
                 assert (
-                    f"best.pt: not a checkpoint of this project (another kind of {name})"
+                    f"best.pt: not a checkpoint of this project (wrong type of {name})"
                     in error.line
                 )
             assert found is None
@@ -376,7 +376,7 @@ def test_entries_that_cannot_be_meant(tmp_path: Path) -> None:
     good = torch.load(path, weights_only=True)
     for entry in {"parts": {"model": 3}}, {"of_ranks": {"model": {}, "x": 3}}:
         torch.save(good | entry, path)
-        with refusal("states.fitting", path, "does not fit"):
+        with refusal("states.fitting", path, "does not match"):
             ddpkit.Checkpoints(tmp_path, model=nn.Linear(2, 2))
 
 
@@ -386,7 +386,9 @@ def test_formats_of_another_kind(tmp_path: Path) -> None:
         **{"max_megapixels": math.nan, "other": 1},
     }.items():
         torch.save(whole(format={name: value}), tmp_path / "best.pt")
-        with refusal("checkpoint.read", "best.pt", "of another ddpkit (format: "):
+        with refusal(
+            "checkpoint.read", "best.pt", "written by an incompatible ddpkit (format: "
+        ):
             RunFolder(tmp_path).best()
 
 
@@ -415,7 +417,9 @@ def test_states_that_do_not_fit() -> None:
     for value in torch.ones(7), torch.ones(1):
         other = copy.deepcopy(state)
         other["optimizer"]["state"]["weight"]["exp_avg"] = value
-        with refusal("states.fitting", "last.pt does not fit the optimizer", "exp_avg"):
+        with refusal(
+            "states.fitting", "last.pt does not match the optimizer", "exp_avg"
+        ):
             load(other, parts)
         assert str(optimizer.state_dict()) == str(good)
 
@@ -470,7 +474,7 @@ def test_a_state_that_is_missing() -> None:
     distributed.print0 = said.append
     load(state, parts)
     assert len(said) == 1
-    assert "no state of bias" in said[0]
+    assert "no state for bias" in said[0]
 
 
 def test_weights_that_would_be_cut(tmp_path: Path) -> None:
@@ -497,7 +501,7 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     with refusal("folder.best", "best.pt", "train first"):
         RunFolder(tmp_path).best()
     for open_it in RunFolder._lock, RunFolder.best:
-        with refusal("folder.check_file", tmp_path, "a folder; name a file in it"):
+        with refusal("folder.check_file", tmp_path, "is a folder; give a file in it"):
             open_it(RunFolder(tmp_path / "out", str(tmp_path)))
     with refusal("folder.check_file", tmp_path / "none.pt"):
         RunFolder(tmp_path / "out", str(tmp_path / "none.pt"))._lock()
@@ -625,7 +629,7 @@ def test_weights_of_other_programs(
             start = f" from {prefix}*" if prefix else ""
             count = 11 if own == "encoder." else 9
             assert f": 7 of {count} tensors loaded{start}, " in said
-            assert f" % of the network; new: {own}2.weight, {own}2.bias" in said
+            assert f" % of the model; new: {own}2.weight, {own}2.bias" in said
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:
@@ -639,7 +643,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     ):
         pretrained.read_tensors(str(path))
     path.write_bytes(bytes([9, *bytes(7)]) + b"{")
-    with refusal("files.parse", path, "no safetensors"):
+    with refusal("files.parse", path, "not safetensors"):
         pretrained.read_tensors(str(path))
 
 

@@ -594,7 +594,7 @@ def broken(root: Path, kind: str) -> None:
         ("unknown", ["no format that is known (1 .png)", *formats.FORMATS]),
         ("as training", ["is as training takes it", "check"]),
         ("two formats", ["coco and labelme", "--format coco"]),
-        ("json", ["instances_train2017.json: no JSON", "repair"]),
+        ("json", ["instances_train2017.json: not JSON", "repair"]),
         ("category", ["annotation 0: category 8", "add it there"]),
         ("runs", ["annotation 0: its runs (RLE) have 3 pixels, not the 16 x 12"]),
         ("no key", ["set: not as coco has it (KeyError('id'))"]),
@@ -637,7 +637,7 @@ def test_what_is_broken(kind: str, words: list[str], tmp_path: Path) -> None:
             "the run 190 9 (RLE) does not fit into the 16",
         ),
         ("train.csv", "id,rle\na,1 2 3", "row 2: its runs (RLE) are no pairs"),
-        ("annotations.xml", "<annotations><image>", "annotations.xml: no XML"),
+        ("annotations.xml", "<annotations><image>", "annotations.xml: not XML"),
         (
             "labelmap.txt",
             "a:0,0,0::\ncat:1,2::",
@@ -1020,7 +1020,7 @@ def test_columns_that_are_no_labels(
     assert "train.csv, line 2: diagnosis is x, but with" in refusal(source)
     (source / "train.csv").unlink()
     path.write_bytes("image,label\n0,caf\xe9\n1,caf\xe8\n2,b\n".encode("cp1252"))
-    assert "l.csv: no text in UTF-8" in refusal(source)
+    assert "l.csv: not UTF-8 text" in refusal(source)
     write(path, "image,tags\n0,haze primary\n1,primary haze\n2,clear\n")
     assert '"haze primary" is one class' in converted(source, capsys)
     path.unlink()
@@ -1224,9 +1224,9 @@ def test_what_a_stranger_may_have_made(
         )
 
     for name, content, words in (
-        ("data.yaml", laughs, "larger than any"),
+        ("data.yaml", laughs, "implausibly large"),
         ("data.yaml", "names: " + "[" * 5000, "too many brackets"),
-        ("data.json", "[" * 100_000, "no JSON"),
+        ("data.json", "[" * 100_000, "not JSON"),
         ("data.json", coco("../secret/x.png"), "outside of"),
         ("data.json", coco(str(outside)), "outside of"),
         ("data.json", coco("a" * 5000 + ".png"), ""),

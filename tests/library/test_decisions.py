@@ -617,7 +617,7 @@ def test_what_is_frozen() -> None:
         torch.equal(each, state[name]) for name, each in expected.state_dict().items()
     )
     assert lines == [
-        "2 weights are frozen, for no output depends on them: unused.weight, unused.bias"
+        "2 weights are frozen because no output depends on them: unused.weight, unused.bias"
     ]
 
 
@@ -795,7 +795,7 @@ def test_what_torch_says_of_other_mistakes() -> None:
     for act, words in (
         (lambda: net(torch.zeros(1, 3, 4, 4)), "channels"),
         (step_too_often, "keep the number of epochs"),
-        (ignore_a_share, "no ignore_index"),
+        (ignore_a_share, "drop ignore_index"),
     ):
         with pytest.raises((RuntimeError, ValueError)) as caught:
             act()

@@ -197,7 +197,7 @@ def test_tried_before_the_first_epoch(
     )
     bugs = {
         "vector": (vector, "metric f1 has 6 values"),
-        "name": ((IMPORTS, "\nBEST = 'none'\n" + IMPORTS), "BEST of model.py is none"),
+        "name": ((IMPORTS, "\nBEST = 'none'\n" + IMPORTS), "BEST in model.py is none"),
         "drawing": ((IMPORTS, "\ndraw_example = str.join\n" + IMPORTS), "TypeError"),
     }
     for name, (change, words) in bugs.items():
@@ -301,7 +301,10 @@ def test_misuses_of_an_epoch(
     words = {
         "leaves": ["rank 1"],
         "frozen": ["fc.weight", "no gradient"],
-        "unfrozen": ["fc.weight differs", "after unfreezing weights wrap again"],
+        "unfrozen": [
+            "fc.weight differs",
+            "after unfreezing weights wrap the model in DDP again",
+        ],
     }
     done.refused(code, *words.get(name, []))
     assert (tmp_path / "out" / "last.pt").exists() == (code == "loop.end_epoch")
@@ -337,11 +340,13 @@ def test_unfrozen_in_one_epoch(few: Path, tmp_path: Path, edited: Edited) -> Non
     more = ["--patience", 0, "--epochs"]
     assert "are frozen that" not in start(few, out, more, 2).ok().out
     done = start(few, out, more, 3).ok()
-    assert len(re.findall("2 weights are frozen that were trained", done.out)) == 1
+    assert (
+        len(re.findall("2 weights are frozen that were being trained", done.out)) == 1
+    )
 
 
 def test_a_counter_of_epochs(few: Path, tmp_path: Path, edited: Edited) -> None:
-    """A line says that it does not survive a resume, and one that the loop was left."""
+    """A line says that it does not survive a resume, and one that the loop ended."""
     start = edited(
         (IMPORTS, f"{EARLY}{IMPORTS}"),
         (
@@ -354,10 +359,10 @@ def test_a_counter_of_epochs(few: Path, tmp_path: Path, edited: Edited) -> None:
     done = start(few, tmp_path / "out", "--epochs", 3).ok()
     changed = "lowest, args.worse, early.waited"
     assert len(re.findall(f"warning: {changed} changed with", done.out)) == 1
-    assert "the loop was left after epoch 2 of 3: the run is not finished" in done.out
+    assert "the loop ended after epoch 2 of 3: the run is unfinished" in done.out
     assert "use --patience or --epochs 2" in done.out
     done = start(few, tmp_path / "whole", "--epochs", 2, "--patience", 1).ok()
-    assert "the loop was left" not in done.out
+    assert "the loop ended" not in done.out
 
 
 TO_DEVICE = "    model = model.to(device)"

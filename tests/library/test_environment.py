@@ -91,10 +91,10 @@ OTHERS = [
 def test_one_of_several_by_another_launcher(others, use):
     """Nobody trains alone by mistake; a person may say so, and a variable may say "one"."""
     use(others)
-    with refusal("environment.check_alone", "there are others", "NNODES=1"):
+    with refusal("environment.check_alone", "there are other processes", "NNODES=1"):
         environment.read_nodes()
     use({**others, "RANK": ""})
-    with refusal("environment.check_alone", "there are others", "NNODES=1"):
+    with refusal("environment.check_alone", "there are other processes", "NNODES=1"):
         environment.adopt()
     use({**others, "NNODES": "1"})
     assert environment.read_nodes() == ALONE

@@ -103,9 +103,9 @@ def test_resume_on_another_number_of_ranks(
     assert train(patch=after_step(8, die)).statuses == [-9, -9]
     said = train("--batch-size", 3, "--accumulate", 2, on=1).ok().out
     assert "1 of 2 epochs done" in said
-    assert " and 2 steps of the next; 2 rank(s) then, 1 now: BatchNorm" in said
-    assert "the global batch was 8 and is 6: " in said
-    assert "--accumulate = 8 for the same ones, or scale --lr by about 0.75" in said
+    assert " and 2 steps of the next; saved on 2 rank(s), now 1: BatchNorm" in said
+    assert "the global batch was 8, now 6: " in said
+    assert "--accumulate = 8, or scale --lr by about 0.75" in said
     # 37 images are left of that epoch: six steps of 6.
     assert [row["step"] for row in rows(tmp_path)] == ["6", str(8 + 6)]
     # the schedule has come to its end

@@ -216,7 +216,7 @@ with failures.one_line_errors():
     )
     assert done.returncode == (0 if is_done else 1)
     line = (
-        rf"rank 0 \(process \d+\) has not ended .*: {what} is at work, for at most 4 s"
+        rf"rank 0 \(process \d+\) has not exited .*: {what} still runs, for at most 4 s"
     )
     assert re.search(f"^{line}$", done.stderr, re.MULTILINE)
 

@@ -156,7 +156,7 @@ def test_a_question_and_two_interrupts(project, data, tmp_path):
     def is_answered() -> bool:
         err = started.said()[1]
         answers = err.count("\nrank 1, ")
-        return not question.exists() and answers == err.count("asked where")
+        return not question.exists() and answers == err.count("as requested:")
 
     started = project.start(project.flags(data, tmp_path), patch=patch)
     wait_for(held.exists)
@@ -175,7 +175,7 @@ def test_a_question_and_two_interrupts(project, data, tmp_path):
     done = started.end()
     assert done.statuses == [130, 130]
     assert time.monotonic() - began < protocol.ANSWER_SECONDS
-    assert done.err.startswith("asked where all ranks are:\n")
+    assert done.err.startswith("where all ranks are, as requested:\n")
     assert re.search(r"^rank 0, .*: in collective \d+, all_reduce", done.err, re.M)
     assert "\nrank 1, epoch 1, step 3, at " in done.err
     assert "usually" not in done.err
@@ -229,7 +229,7 @@ def test_a_rank_that_does_not_answer(project, data, tmp_path, is_held):
     if is_held:
         assert done.statuses[0] == 143
         last = done.err.splitlines()[-1]
-        assert re.match(f"error: not saved, after 4 s .*: {who}", last)
+        assert re.match(f"error: not saved: no answer for 4 s: {who}", last)
     else:
         assert done.statuses == [75, 75]
         assert "SIGTERM: stopped and saved at epoch 1" in done.out

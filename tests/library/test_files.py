@@ -125,10 +125,10 @@ def test_only_regular_files_are_read(tmp_path):
     path = tmp_path / "file"
     for content in b"\xff", b"[" * 100_000, b"1" * 5_000, b"{":
         path.write_bytes(content)
-        with refusal("files.parse", path, "no JSON (", "; repair or remove it"):
+        with refusal("files.parse", path, "not JSON (", "; repair or remove it"):
             files.parse(path, json.loads, "JSON")
     path.write_bytes(b"\xff")
-    with refusal("files.parse", path, "no text in UTF-8", "; save it as UTF-8"):
+    with refusal("files.parse", path, "not UTF-8 text", "; save it as UTF-8"):
         files.read_text(path)
     assert files.read_text(path, "replace") == "\ufffd"
     with refusal("files.failure", path, "1 bytes, more than 0"):

@@ -99,7 +99,7 @@ OTHER_WORDS = {
         "5": "5: a value without its flag, as in --epochs 5 (",
         "-epochs 5": "-epochs: no such flag; did you mean --epochs? (",
         "--config conf.yaml": "--config: no such flag; @FILE reads flags from a file",
-        "--lr 0,001": "0,001 is not a number of 0 or more; use a point: 0.001 (",
+        "--lr 0,001": "0,001 is not a number of 0 or more; use a decimal point: 0.001 (",
         "--resume": "--resume needs a value: --resume auto|never|PATH (",
         "recipes": "recipes: not a flag; did you mean --data recipes? (",
         "--device cpu": "CUDA_VISIBLE_DEVICES= ./launch.sh the CPU",
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_the_other_task(project, trained, tmp_path):
         opened()
         state["args"] = dict.fromkeys(names)
         torch.save(state, file)
-        with refusal("predicting.open_model", file, f"of a {other} project"):
+        with refusal("predicting.open_model", file, f"from a {other} project"):
             opened()
 
     project.here(check).ok()
@@ -304,7 +304,7 @@ def test_files_of_flags(tmp_path, monkeypatch):
     with refusal("flags.error", "UNKNOWN is not set"):
         parser.parse_args([f"@{path}"])
     other.write_text(f"@{path}")
-    with refusal("flags.error", f"@{path} reads itself"):
+    with refusal("flags.error", f"@{path} includes itself"):
         parser.parse_args([f"@{path}"])
     other.write_bytes(b"\xff")
     with refusal("files.parse", other, "save it as UTF-8"):
@@ -331,7 +331,9 @@ def test_values_of_another_kind():
         **{"arch": ["a"], "size": {}, "output": (3,), "tta": "yes"},
         **{"several": "yes", "crop": "x"},
     }.items():
-        with refusal("flags.error", f"--{name}: {value!r} instead of"):
+        with refusal(
+            "flags.error", f"--{name}: expected a value like ", f", not {value!r}"
+        ):
             parser.set_defaults(**{name: value})
     parser.set_defaults(arch=3, lr=1, size=4, output="there", own=[1], crop=None)
     found = parser.parse_args([])
@@ -340,7 +342,7 @@ def test_values_of_another_kind():
         **{"tta": False, "several": False, "crop": None},
     }
     for name in "arch", "size", "tta":
-        with refusal("flags.error", f"--{name}: None instead of"):
+        with refusal("flags.error", f"--{name}: expected a value like ", "not None"):
             parser.set_defaults(**{name: None})
     # what a type has made of text, it makes of it again; another's may not
     parser.add_argument("--fold", type=parser.fold)

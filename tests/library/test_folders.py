@@ -464,7 +464,9 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     with refusal("folders.refuse_splits", "all would be trained on"):
         folders.match_pairs(place)
     shutil.copytree(data / "yolo/images/train", data / "yolo/images/val")
-    with refusal("places.find_masks_of", "images/val", "no folder of its masks"):
+    with refusal(
+        "places.find_masks_of", "images/val", "the folder with its masks is missing"
+    ):
         find("masks", data / "yolo")
 
 
@@ -472,8 +474,14 @@ NAMED = [
     # as Intel's, and those of many others
     (["seg_train/seg_train/CLASS", "seg_test/seg_test/CLASS"], "seg_test, seg_train"),
     (["training_set/CLASS", "test_set/CLASS"], "folders to DIR/train, DIR/val and"),
-    (["Train_Set/CLASS", "ValidationSet/CLASS"], "Train_Set, ValidationSet may be"),
-    (["train_data/CLASS", "test/CLASS", "more/CLASS"], "train_data may be parts"),
+    (
+        ["Train_Set/CLASS", "ValidationSet/CLASS"],
+        "apparent splits of the dataset: Train_Set, ValidationSet",
+    ),
+    (
+        ["train_data/CLASS", "test/CLASS", "more/CLASS"],
+        "apparent splits of the dataset: train_data",
+    ),
     (["CLASS", "freight train"], "move all classes into DIR/train"),
     (["CLASS", "cat/test"], "(test)"),
     (["CLASS", "cat/Test Images"], "(Test Images)"),

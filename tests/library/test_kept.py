@@ -152,7 +152,7 @@ def test_what_a_run_keeps(tmp_path: Path) -> None:
             train(tmp_path / "resumed", dies_after)
     if not distributed.rank():
         assert (
-            "resuming at step 2, where variables of your loop, and counts of enumerate, start anew"
+            "resuming at step 2; loop variables and counts of enumerate start over"
             in (said.getvalue())
         )
     again, resumed, _ = train(tmp_path / "resumed")
@@ -200,8 +200,8 @@ def evaluation_of_training_batches(run: ddpkit.Run, model: nn.Module) -> None:
 
 
 MISUSES = [
-    (in_evaluation, "loop.end_step", "evaluation mode"),
-    (a_loop_over_the_loader, "loop.end_step", "outside of the loop over run.steps"),
+    (in_evaluation, "loop.end_step", "eval mode"),
+    (a_loop_over_the_loader, "loop.end_step", "outside the loop over run.steps"),
     (no_steps, "loop.end_epoch", "without a loop over run.steps"),
     (
         a_model_in_place_of_the_loader,
@@ -314,7 +314,7 @@ def test_a_group_that_was_added(tmp_path: Path) -> None:
         for epochs in 1, 2, 4:
             again = unfreeze(tmp_path / "stopped", epochs)
     assert samples.checksum(again) == samples.checksum(whole)
-    assert said.getvalue().count("1 group(s) of weights were added") == 1
+    assert said.getvalue().count("1 parameter group(s), added") == 1
 
 
 def every_second(folder: Path, dies_at: int = -1) -> tuple[list, list[bool]]:

@@ -392,7 +392,7 @@ def test_generators_of_their_own(workers: int, capsys: pytest.CaptureFixture) ->
         lambda: torch.rand(1, generator=own),
     ):
         line, _ = said(sets.Subset(Augmented(draw), range(24)))
-        assert line.count("two reads") == line.count("\n") == 1
+        assert line.count("reading it twice") == line.count("\n") == 1
         assert "a/" in line
     for draw in (
         random.random,
@@ -476,7 +476,7 @@ def test_loaders_in_the_wrong_place() -> None:
     train = loading.train_loader(data, 4, classes=2, workers=0)
     val = loading.val_loader(data, 4, classes=2, workers=0)
     sources.find_source(train, val, 1, 0)
-    with refusal("sources.find_source", "exchanged"):
+    with refusal("sources.find_source", "swapped"):
         sources.find_source(val, train, 1, 0)
 
 
@@ -606,5 +606,7 @@ def test_the_rest_of_an_epoch() -> None:
 def test_a_sample_of_two_images() -> None:
     """The second part is the target: who returns two views is told so."""
     views = [(torch.full((3, 4, 4), 9, dtype=torch.uint8),) * 2 + (1,)]
-    with refusal("samples.check_mask", "the second part of a sample is its target"):
+    with refusal(
+        "samples.check_mask", "the second element of a sample must be its target"
+    ):
         samples.Seeded(views, 2, 0)[samples.Key(0, 0)]

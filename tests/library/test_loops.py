@@ -131,7 +131,7 @@ def test_random_numbers(tmp_path: Path) -> None:
     assert ranks.wait(pids) == [0, 0], ranks.said(stopped / "printed")
     out, _ = ranks.said(stopped / "printed")
     assert re.search(
-        r"resuming at step \d+, where variables of your loop, and counts of enumerate, start anew",
+        r"resuming at step \d+; loop variables and counts of enumerate start over",
         out,
     )
     assert ends(whole) == ends(stopped)
@@ -457,7 +457,7 @@ def test_parts_that_were_forgotten(capsys: pytest.CaptureFixture) -> None:
         watch.say_networks()
         watch.say_optimizers()
         out = capsys.readouterr().out
-        return sorted(re.findall(r"(\w+) is not given to Run", out))
+        return sorted(re.findall(r"(\w+) is not passed to Run", out))
 
     given = {"net": net, "optimizer": optimizer, "scheduler": chain}
     stepped = [optimizer]
@@ -533,7 +533,7 @@ def test_a_step_of_an_optimizer_within_another(
         parts = {"model": net, "optimizer": optimizer}
         watch = first_steps.FirstSteps(parts, optimizer, None, 1, 1, stepped)
         watch.judge_step([0.0], 1)
-        line = "run.end_step without a step of the optimizer"
+        line = "run.end_step without an optimizer step"
         assert (line in capsys.readouterr().out) != bool(stepped)
 
 
@@ -582,7 +582,7 @@ def test_a_teacher_made_by_hand(
                     weight.lerp_(other, 0.1)
         evaluated.load_state_dict(net.state_dict())
     out = capsys.readouterr().out
-    line = "warning: another network of class Teacher is not given to Checkpoints(...)"
+    line = "warning: another model of class Teacher is not passed to Checkpoints(...)"
     assert out.count(line) == (not is_given)
     assert out.count("warning") == (not is_given)
 
@@ -607,7 +607,7 @@ def test_a_change_before_the_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """A run that is resumed in that epoch would do it once more: a line says so, at once."""
-    line = "warning: a scheduler or another part was changed before checkpoints.steps()"
+    line = "warning: a scheduler or other object changed before checkpoints.steps()"
     for is_top in True, False:
         net = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)

@@ -125,7 +125,7 @@ SAID = {  # what may be meant: a line says so
     "a mean added": (
         f"{LOSS}\n",
         f"{LOSS} + 0.1 * net[2].weight.square().sum()\n",
-        "a plain mean over each batch counts 2 times",
+        "a plain mean per batch counts 2 times",
     ),
     "by hand": (
         LOSS,
@@ -135,18 +135,18 @@ SAID = {  # what may be meant: a line says so
     "cleared, not stepped": (
         "optimizer.step()",
         "run.step % 2 and optimizer.step()",
-        "run.end_step without a step of the optimizer",
+        "run.end_step without an optimizer step",
     ),
     "a loss with weights": (
         "import contextlib",
         "import contextlib\n"
         "if not run.step: optimizer.add_param_group({'params': [nn.Parameter(torch.ones(()))]})",
-        "1 of the optimizer's weights are in no network",
+        "1 of the optimizer's weights are in no module",
     ),
     "an average": (
         "import contextlib",
         "import contextlib; run.kept = torch.optim.swa_utils.AveragedModel(net)",
-        "AveragedModel is not given to Run(...)",
+        "AveragedModel is not passed to Run(...)",
     ),
 }
 

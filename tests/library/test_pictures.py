@@ -35,7 +35,7 @@ def test_letters_that_the_font_lacks(
         with pictures.drawing(tmp_path / "x.png") as figure:
             figure.suptitle(name)
         said = capsys.readouterr().out
-        assert ("x.png: letters that matplotlib's font lacks" in said) == is_lacking
+        assert ("x.png: letters missing from matplotlib's font" in said) == is_lacking
         assert (tmp_path / "x.png").is_file()
 
 

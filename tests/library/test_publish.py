@@ -147,7 +147,7 @@ def test_what_others_may_have_made(
             path.rename(tmp_path / "kept")
             for link in path.symlink_to, path.hardlink_to:
                 link(origin)
-                with refusal("publish.read_own", path, "others may have put it there"):
+                with refusal("publish.read_own", path, "it may be someone else's"):
                     publish.main(words)
                 path.unlink()
             (tmp_path / "kept").rename(path)
@@ -167,7 +167,7 @@ def test_what_others_may_have_made(
     for content in "3", "[" * 10**5:
         (run / "args.json").write_text(content)
         project.run(words, script="ddpkit publish", on=1).refused(
-            "files.parse", "args.json", "no JSON"
+            "files.parse", "args.json", "not JSON"
         )
 
 

@@ -145,8 +145,8 @@ def test_a_stray():
         (
             1,
             2,
-            "WORLD_SIZE is 2 for rank 1, 1 for rank 0: start as many ranks on "
-            "each node, such as 2 (NPROC=2 ",
+            "WORLD_SIZE is 2 for rank 1, 1 for rank 0: start the same number of ranks on each "
+            "node, such as 2 (NPROC=2 ",
         ),
         (1, 1, "RANK=1 with WORLD_SIZE=1: the last rank is 0"),
     ):

@@ -768,7 +768,7 @@ def test_network_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "open", failing(open, 2, errno.ESTALE), raising=False)
     assert images.open_image(path).read().shape == (3, 8, 8)
     monkeypatch.setattr(files, "open", failing(open, 3, errno.EIO), raising=False)
-    with pytest.raises(DiskError, match=f"^{path}: the disk does not answer"):
+    with pytest.raises(DiskError, match=f"^{path}: the disk does not respond"):
         images.open_image(path)
     monkeypatch.setattr(files, "open", failing(open, 1, errno.EACCES), raising=False)
     with pytest.raises(UserError, match=f"{path}: cannot be read .Permission denied"):

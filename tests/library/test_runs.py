@@ -235,7 +235,7 @@ def test_trackers(project: Project, few: Path, tmp_path: Path, name: str) -> Non
         done = project.train(
             few, out, "--epochs", epochs, "--tracker", name, patch=patch
         ).ok()
-    assert "did not take a row (ConnectionError: no route to host at all)" in done.out
+    assert "did not accept a row (ConnectionError: no route to host at all)" in done.out
     expected = [f"{row['epoch']} {float(row['top1'])}" for row in rows(out)]
     expected.insert(0, "start None" if name == "wandb" else "start out")
     expected.insert(2, "start c3d4" if name == "trackio" else "start a1b2")

@@ -277,7 +277,7 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
 
     save(1, 0, 0)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(DiskError, match=r"last.pt: the disk does not answer"):
+    with pytest.raises(DiskError, match=r"last.pt: the disk does not respond"):
         save(2, 9, errno.EIO)
     with pytest.raises(UserError, match=r"last.pt: cannot be written \(No space left"):
         save(2, 9, errno.ENOSPC)
@@ -288,7 +288,7 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
     assert epochs() == [2, 1]
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "check_archive", failing(open, 9, errno.EIO))
-        with pytest.raises(DiskError, match=r"last.pt: the disk does not answer"):
+        with pytest.raises(DiskError, match=r"last.pt: the disk does not respond"):
             folder.read_newest(run.saves(), run.read)
     assert epochs() == [2, 1]
 

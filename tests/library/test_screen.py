@@ -75,7 +75,7 @@ def test_lines_of_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     lines = said.splitlines()
     headers = [line for line in lines if "train_loss  val_loss" in line]
     assert len(headers) == 2
-    assert headers[0].split() == ["train_loss", "val_loss", "top1", "top5", "left"]
+    assert headers[0].split() == ["train_loss", "val_loss", "top1", "top5", "eta"]
     epochs = [line for line in lines if line.startswith("epoch ")]
     assert len(epochs) == 3
     table = rows(out)
@@ -110,7 +110,7 @@ def test_columns_that_do_not_fit() -> None:
     few = {name: row[name] for name in ("epoch", "iou_a", "iou_b", "cost", "val_loss")}
     lines = EpochLines(900, ["a", "b"])
     header, line = lines.of_row(few, "1:00:01")
-    assert header.split() == ["val_loss", "cost", "iou_a", "iou_b", "left"]
+    assert header.split() == ["val_loss", "cost", "iou_a", "iou_b", "eta"]
     assert columns(header, line)["cost"] == "1.00e+09"
     assert len(lines.of_row({**few, "epoch": 4}, "00:01")) == 1
     few["new"] = 1.0
@@ -124,7 +124,7 @@ def test_columns_that_do_not_fit() -> None:
         "iou_loss": 0.1,
     }
     header, _ = EpochLines(900, ["a", "loss"]).of_row(few, "00:01", "iou_a")
-    assert header.split() == ["train_loss", "val_loss", "iou_a", "iou_loss", "left"]
+    assert header.split() == ["train_loss", "val_loss", "iou_a", "iou_loss", "eta"]
 
 
 class Paths:
@@ -319,7 +319,7 @@ def test_compare(project: Project, trained: Path, tmp_path: Path) -> None:
     words = sorted(str(path.relative_to(tmp_path)) for path in runs.iterdir())
     said = compare(tmp_path, *words).ok().out.splitlines()
     for name in "damaged", "list", "empty", "notes.txt":
-        assert sum(line.startswith(f"runs/{name}: left out") for line in said) == 1
+        assert sum(line.startswith(f"runs/{name}: skipped") for line in said) == 1
     table = said[4:]
     titles = table[0].split()
     assert titles == ["run", "best", "epoch", "done", "trained", "--lr", "--augment"]

@@ -158,7 +158,7 @@ def test_ways_of_writing(way: str, tmp_path: Path) -> None:
             assert statuses == ([75, 75] if step else [0, 0])
             out, err = ranks.said(output)
             assert not err
-            assert "once more" not in out
+            assert "before saving is repeated" not in out
             if step and way in ("accumulated", "carried"):
                 assert int(re.search(r"step (\d+); run the same", out)[1]) % 3 == 0
         found.append(ends(folder))
@@ -334,7 +334,7 @@ def test_a_signal_in_the_last_step(tmp_path: Path) -> None:
         assert not ranks.said(output)[1]
     out = ranks.said(output)[0]
     assert out.count("2.0 20\n") == 2
-    assert "all steps are done: the script goes on to its end" in out
+    assert "all steps are done; running the rest of the script" in out
 
 
 @ranks.on_ranks(2)
@@ -413,7 +413,10 @@ def test_workers_of_a_global_loader(whose: str, tmp_path: Path) -> None:
 
 def test_other_ranks(start: Start) -> None:
     """Steps over a range go on; an epoch of a loader starts over, and says so."""
-    for name, text in ("tokens", ""), ("gan", "2 ranks then: the epoch"):
+    for name, text in (
+        ("tokens", ""),
+        ("gan", "the number of ranks was 2: the interrupted epoch"),
+    ):
         done = start(name, name, at_step(22, signal.SIGTERM, 0))
         assert done.statuses == [75, 75]
         done = start(name, name, of_ranks=3).ok()

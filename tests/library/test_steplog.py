@@ -246,7 +246,7 @@ def check_report(folder: Path, lines: list[str], ranks: int) -> None:
     for line, step in zip(of_steps, due, strict=True):
         epoch = (step - 1) * ranks // 6 + 1
         assert re.fullmatch(words.format(epoch, step), line)
-    header = "               loss      left"
+    header = "               loss       eta"
     # again where the second of the two loops goes on
     assert [line for line in of_epochs if not line.startswith("epoch")] == [header] * 2
     assert of_epochs[0] == of_epochs[3] == header
@@ -396,15 +396,15 @@ def test_what_lies_beside_training(tmp_path: Path) -> None:
         report.log_epoch({"top1": 0.5})
     report.close()
     said = sorted(
-        line for line in lines if line.endswith(": the run goes on without it")
+        line for line in lines if line.endswith(": the run continues without it")
     )
     found = [line.split(" (")[0].removeprefix(f"{tmp_path}/") for line in said]
     assert found == [
-        "curves.png is not drawn",
-        "epochs gets nothing for TensorBoard",
-        "metrics.csv is not written",
-        "steps gets nothing for TensorBoard",
-        "the tracker did not take a row",
+        "curves.png was not drawn",
+        "epochs gets no TensorBoard files",
+        "metrics.csv was not written",
+        "steps gets no TensorBoard files",
+        "the tracker did not accept a row",
     ]
 
 

@@ -127,10 +127,10 @@ def test_stopped_and_killed_again_and_again(project, data, tmp_path, chance):
     assert done.status == 128 + signal.SIGSEGV
     assert done.out.count("--resume never: removing") == 1
     assert done.out.count(f"of {EPOCHS} epochs done") == 1
-    assert re.findall(r"was ended by (\w+)", done.err) == ["SIGKILL", "SIGSEGV"]
-    assert "MAX_RESTARTS is 0 now" in done.err
+    assert re.findall(r"was killed by (\w+)", done.err) == ["SIGKILL", "SIGSEGV"]
+    assert "MAX_RESTARTS is now 0" in done.err
     assert "Traceback" not in done.err
-    last = r"error: rank 1 \(process \d+\) was ended by SIGSEGV"
+    last = r"error: rank 1 \(process \d+\) was killed by SIGSEGV"
     assert re.fullmatch(last, done.err.splitlines()[-1])
 
     # Signals, and the seconds between them. However many come: batch systems repeat
@@ -210,7 +210,7 @@ def test_a_launcher_gives_up(tmp_path):
     os.kill(os.getpid(), signal.SIGTERM)
     assert running.wait() == 128 + signal.SIGTERM
     assert deaf.process.returncode == -signal.SIGKILL
-    assert lines == ["the ranks had not ended 1 s after SIGTERM and were killed"]
+    assert lines == ["the ranks did not exit within 1 s of SIGTERM and were killed"]
 
 
 @on_ranks(1, group=False)
@@ -226,9 +226,9 @@ def test_how_ranks_have_ended(tmp_path):
         (
             "kill -ABRT $$",
             134,
-            "was ended by SIGABRT: if gloo has printed a line, ranks ",
+            "was killed by SIGABRT: if gloo printed an error, ranks ",
         ),
-        ("kill -KILL $$", 137, "was ended by SIGKILL: out of memory?"),
+        ("kill -KILL $$", 137, "was killed by SIGKILL: out of memory?"),
     ):
         ended = launch.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
         ended.running = [Command(["sh", "-c", script]).process]

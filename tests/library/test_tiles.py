@@ -55,7 +55,7 @@ def test_tiles() -> None:
     )
     assert (numbers == image.argmax(0)).all()
     for tile in 64, 130:
-        with refusal("tiles.is_tiled", f"--tile {tile}", "32 from 128"):
+        with refusal("tiles.is_tiled", f"--tile {tile}", "32, at least 128"):
             tiles.sliding_window(nn.Identity(), torch.zeros(1, 3, 32, 32), tile, 32)
 
 

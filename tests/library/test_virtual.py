@@ -263,10 +263,10 @@ def test_the_loop_over_batches(tmp_path: Path) -> None:
             model(images).sum().backward()
         mean = sum(map(sum, distributed.gather_objects(seen))) / 4
         assert net.weight.grad.item() == time * mean
-    with refusal("virtual.forward", "outside of the loop"):
+    with refusal("virtual.forward", "outside the loop"):
         model(torch.ones(1, 1))
     for images, _ in batches:
-        with refusal("virtual.forward", "give steps() all networks"):
+        with refusal("virtual.forward", "pass steps() all models"):
             other(images)
         model(images).sum().backward()
         with refusal("virtual_steps.check_ended", "after the whole loop"):

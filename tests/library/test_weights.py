@@ -235,7 +235,7 @@ def test_timms_weights(downloads: Downloads) -> None:
     done, begun = downloads.build()
     said = done.ok().out
     assert f"--weights auto: {USED['timm']}, downloaded unless" in said
-    new = r"tensors loaded, 9\S+ % of the network; new: head.weight, head.bias$"
+    new = r"tensors loaded, 9\S+ % of the model; new: head.weight, head.bias$"
     assert re.search(new, said.splitlines()[-1])
     assert same(begun)
     assert torch.equal(begun[0]["cls_token"], downloads.published)

@@ -27,11 +27,9 @@ from ddpkit.ranks import failures, handlers
 
 FILES = "too many files are open: raise the limit (ulimit -n)"
 PROCESSES = "no more processes or threads can be started: raise the limit (ulimit -u"
-MEMORY = "too little memory for loader workers"
-SHM = "/dev/shm cannot hold the batches of loader workers ({}; see df -h /dev/shm)"
-EXCHANGE = (
-    "a loader worker and its rank cannot exchange a batch (TypeError: cannot pickle"
-)
+MEMORY = "not enough memory for loader workers"
+SHM = "/dev/shm is too small for the batches of loader workers ({}; see df -h /dev/shm)"
+EXCHANGE = "a loader worker cannot send a batch to its rank (TypeError: cannot pickle"
 Patch = Callable[[], object]
 
 
@@ -151,7 +149,7 @@ IN_WORKER = {
         lambda: shutil.rmtree(
             multiprocessing.current_process()._config["tempdir"], True
         ),
-        "the sockets of loader workers have been removed from TMPDIR",
+        "the sockets of loader workers were deleted from TMPDIR",
     ),
     "pickle": (
         lambda: setattr(_MapDatasetFetcher, "fetch", lambda *_: threading.Lock()),

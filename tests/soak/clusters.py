@@ -132,7 +132,7 @@ def elastic_torchrun(chance: random.Random, folder: Path, setting: Setting) -> s
     second = launch()
     joined = until(first, 2)
     assert "SIGTERM: stopped and saved at epoch" in joined, joined
-    assert "1 rank(s) then, 2 now" in joined, joined
+    assert "saved on 1 rank(s), now 2" in joined, joined
     is_killed = chance.random() < 0.5
     if is_killed:
         first.kill(signal.SIGKILL, chance.randrange(2))
@@ -141,7 +141,7 @@ def elastic_torchrun(chance: random.Random, folder: Path, setting: Setting) -> s
         assert "then" not in again, again
     second.kill(signal.SIGTERM)
     left_alone = until(first, 1)
-    assert "2 rank(s) then, 1 now" in left_alone, left_alone
+    assert "saved on 2 rank(s), now 1" in left_alone, left_alone
     first.kill(signal.SIGTERM)
     assert not first.end().left
     assert not second.end().left

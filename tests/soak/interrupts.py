@@ -22,7 +22,7 @@ CONFIGURATIONS = 24  # of a soak; each is run once without interruption
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL]
 SAVED = {0, 75}
 SECONDS = 120  # that a start may take after its last signal
-LONGEST = "the ranks had not ended"
+LONGEST = "the ranks did not exit"
 # Files whose change is a moment; "": seconds
 MOMENTS = ["", "", ".last.pt.part", ".best.pt.part", "best.pt", "metrics.csv"]
 

@@ -349,8 +349,8 @@ def test_flags_without_torch(task: str, tmp_path: Path) -> None:
         (*ddpkit, "check", ".", "--epoch", "3"): "did you mean --epochs?",
         (*ddpkit, "export", "--chekpoint", "b.pt"): "did you mean --checkpoint?",
         (*ddpkit, "publish", "--license"): "--license needs a value: --license ",
-        (*ddpkit, "where"): "no run has written there",
-        (*ddpkit, "copy"): "is there already",
+        (*ddpkit, "where"): "no run has written here",
+        (*ddpkit, "copy"): "already exists",
     }.items():
         done = Command([sys.executable, *words], tmp_path, NNODES="2").end()
         assert done.status == 2, done

@@ -40,12 +40,11 @@ def find_alike(train: Thumbnails, others: Thumbnails) -> list[str]:
     known = {series_of(path) for path, _ in train} - {""}
     names = [path for path, _ in others if series_of(path) in known]
     lines = []
-    for what, found in ("look nearly as", looks), ("are numbered on as", names):
+    for what, found in ("look almost like", looks), ("are numbered like", names):
         if found:
             lines.append(
-                f"{len(found)} of {len(others)} images {what} training images do: "
-                f"{shorten(found)}; if these belong together, as those of a patient or a video, "
-                "name their groups"
+                f"{len(found)} of {len(others)} images {what} training images: {shorten(found)}; "
+                "if they belong together, such as those of a patient or a video, give their groups"
             )
     return lines
 

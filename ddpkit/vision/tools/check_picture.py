@@ -33,7 +33,7 @@ def draw_check(path: Path, args: Namespace) -> str:
         with contextlib.redirect_stdout(io.StringIO()):
             train_set, _, classes = process.own("dataset").build_datasets(args)
     except UserError as error:
-        distributed.print0(f"{path} is not drawn: {error.line}")
+        distributed.print0(f"{path} was not drawn: {error.line}")
         return error.line
     seeded = Seeded(train_set, classes, 0)
     samples.tell_epoch(train_set, 0)

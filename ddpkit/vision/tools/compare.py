@@ -1,8 +1,8 @@
 """Compare runs, best first: python -m ddpkit compare runs/*
 
-Prints of each --output-dir the best value of the metric that chooses best.pt and its epoch, how
-many epochs are done, how long they have trained, and the flags, and the global batch, if they
-differ between the runs.
+Prints for each --output-dir the best value of the metric that selects best.pt and its epoch, the
+number of epochs done, the training time, and the flags and the global batch if they differ between
+the runs.
 """
 
 import datetime
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="RUN",
         type=Path,
         default=[Path("runs")],
-        help="an --output-dir, or a folder of some (default: runs)",
+        help="an --output-dir, or a folder of several (default: runs)",
     )
     given = parser.parse_args(argv).folders
     runs = []
@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             try:
                 runs.append(read_run(each))
             except UserError as error:
-                print_line(f"{escape(each)}: left out ({error.line})", sys.stdout)
+                print_line(f"{escape(each)}: skipped ({error.line})", sys.stdout)
     if not runs:
-        raise UserError(f"no run in {given[0]}: name the --output-dir of some")
+        raise UserError(f"no run in {given[0]}: give the --output-dir of a run")
     runs.sort(key=lambda run: run.order)
     names = differing([run.flags for run in runs])
     columns = ["run", "best", "epoch", "done", "trained"]
@@ -78,7 +78,7 @@ def runs_in(folder: Path) -> list[Path]:
     inner = [each for each in sorted(folder.glob("*")) if is_run(each)]
     if not inner:
         why = "no args.json of a run" if os.path.isdir(folder) else "not found"
-        print_line(f"{escape(folder)}: left out ({why})", sys.stdout)
+        print_line(f"{escape(folder)}: skipped ({why})", sys.stdout)
     return inner
 
 
@@ -94,7 +94,7 @@ def read_run(folder: Path) -> Compared:
                 flags[f"--{name.replace('_', '-')}"] = value
         return flags, str(metric), str(direction)
 
-    facts = files.parse(folder / "args.json", take_facts, "run", most=files.OF_TEXT)
+    facts = files.parse(folder / "args.json", take_facts, "a run", most=files.OF_TEXT)
     flags, metric, direction = facts
     history = rows.recorded_rows(folder)
     best = rows.best_row(history, metric, direction) or {}

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         difference = compare(exported, batches, expected)
         line = f"{path}: logits differ by up to {difference:.0e} of the largest"
         if not difference <= TOLERANCE:
-            raise UserError(f"{line}, more than {TOLERANCE:.0e}: not written")
+            raise UserError(f"{line}, more than {TOLERANCE:.0e}: no file written")
     print(line)
 
 
@@ -170,7 +170,7 @@ def refusing() -> Iterator[None]:
         raise
     except Exception as error:  # of many types
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise UserError(f"this network cannot be exported ({reason})") from None
+        raise UserError(f"this model cannot be exported ({reason})") from None
 
 
 def compare(

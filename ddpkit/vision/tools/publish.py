@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = given.checkpoint
     for needed in map(path.with_name, NEEDED):
         if not needed.is_file():
-            raise UserError(f"{needed}: no such file; name a checkpoint of a run")
+            raise UserError(f"{needed}: no such file; give a checkpoint of a run")
     read_own(path, 0)
     contents = {}
     # worst.csv has paths of this machine
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             contents[name] = read_own(path.with_name(name))
     if given.output.resolve() == path.parent.resolve():
         raise UserError(
-            f"--output {given.output} is the run's own folder: name another one"
+            f"--output {given.output} is the run's own folder: give another one"
         )
     state = checkpoint.read(path)
     del state["path"]  # where it was read from, which is no part of it
@@ -74,8 +74,8 @@ def read_own(path: Path, most: int = -1) -> bytes:
             return file.read(most)
     except OSError as error:
         raise UserError(
-            f"{path}: not published ({error.strerror}): others may have put it there; look at "
-            "it, then replace it by a copy"
+            f"{path}: not published ({error.strerror}): it may be someone else's; inspect it, then "
+            "replace it with a copy"
         ) from None
 
 

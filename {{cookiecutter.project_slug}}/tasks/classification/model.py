@@ -57,7 +57,7 @@ def build_model(
             model.classifier.reset_parameters()  # type: ignore[operator, union-attr]
     elif args.drop_path or args.grad_checkpointing:
         raise ddpkit.UserError(
-            "--drop-path and --grad-checkpointing are for --arch timm/NAME"
+            "--drop-path and --grad-checkpointing need --arch timm/NAME"
         )
     else:
         options = {}
@@ -87,8 +87,8 @@ def layers(model: nn.Module) -> list[list[nn.Parameter]]:
     ]
     if not modules:
         raise ddpkit.UserError(
-            "--freeze-backbone and --layer-decay: no layer is known; return them from `layers` in "
-            "model.py"
+            "--freeze-backbone and --layer-decay: this model's layers are unknown; return them "
+            "from `layers` in model.py"
         )
     head = list(modules[-1].parameters())
     of_head = set(head)

@@ -19,10 +19,10 @@ parser.add_argument(
 )
 parser.add_argument("--output", metavar="DIR", type=Path, default="predictions")
 parser.add_argument(
-    "--tta", action="store_true", help="mirrored images, too, if trained with them"
+    "--tta", action="store_true", help="also mirrored images, if trained with them"
 )
 parser.add_argument("--threshold", metavar="NUMBER|FILE", default="0.5",
-    help="least probability of a label, if images have several; or thresholds.csv")  # fmt: skip
+    help="minimum probability if images have several labels; or thresholds.csv")  # fmt: skip
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     ddpkit.before_imports(parser.parse_args)

@@ -67,8 +67,8 @@ def layers(model: nn.Module) -> list[list[nn.Parameter]]:
     encoder = getattr(model, "encoder", getattr(model, "backbone", None))
     if not isinstance(encoder, nn.Module):
         raise ddpkit.UserError(
-            "--freeze-backbone and --layer-decay: the network has no attribute `encoder`; return "
-            "its layers from `layers` in model.py"
+            "--freeze-backbone and --layer-decay: the model has no attribute `encoder`; return its "
+            "layers from `layers` in model.py"
         )
     params = list(encoder.parameters())
     of_encoder = set(params)

@@ -20,7 +20,7 @@ parser.add_argument(
 parser.add_argument("--output", metavar="DIR", type=Path, default="predictions")
 parser.add_argument("--tile", type=parser.at_least(0), help="default: as in training")
 parser.add_argument(
-    "--tta", action="store_true", help="mirrored images, too, if trained with them"
+    "--tta", action="store_true", help="also mirrored images, if trained with them"
 )
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
