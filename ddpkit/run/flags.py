@@ -109,7 +109,7 @@ class Parser(argparse.ArgumentParser):
             if isinstance(before, SCALAR) and not isinstance(value, kinds):
                 flag = name.replace("_", "-")
                 self.error(
-                    f"--{flag}: expected a value like {before!r}, not {value!r:.60}"
+                    f"--{flag}: the saved value is {value!r:.60}, not one like {before!r}"
                 )
             if takes_text:  # argparse makes the value of it
                 words = value if isinstance(value, list | tuple) else [value]

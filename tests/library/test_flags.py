@@ -332,7 +332,7 @@ def test_values_of_another_kind():
         **{"several": "yes", "crop": "x"},
     }.items():
         with refusal(
-            "flags.error", f"--{name}: expected a value like ", f", not {value!r}"
+            "flags.error", f"--{name}: the saved value is {value!r}, not one like "
         ):
             parser.set_defaults(**{name: value})
     parser.set_defaults(arch=3, lr=1, size=4, output="there", own=[1], crop=None)
@@ -342,7 +342,9 @@ def test_values_of_another_kind():
         **{"tta": False, "several": False, "crop": None},
     }
     for name in "arch", "size", "tta":
-        with refusal("flags.error", f"--{name}: expected a value like ", "not None"):
+        with refusal(
+            "flags.error", f"--{name}: the saved value is None, not one like "
+        ):
             parser.set_defaults(**{name: None})
     # what a type has made of text, it makes of it again; another's may not
     parser.add_argument("--fold", type=parser.fold)
