@@ -43,7 +43,8 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
     key = protocol.DEBUGGED.format(here[0])
     endpoint = Path(os.environ.get("VSCODE_DEBUGPY_ADAPTER_ENDPOINTS", "/none/none"))
     # It looks at its own machine only.
-    by_editor = endpoint.parent.is_dir() and not environment.has_other_nodes()
+    is_local = not environment.has_other_nodes()
+    by_editor = endpoint.parent.is_dir() and is_local
     if rank == here[0]:
         port += rank
         try:
