@@ -86,14 +86,12 @@ class Ranks:
         for local_rank in range(nodes.ranks):
             env["LOCAL_RANK"] = str(local_rank)
             env["RANK"] = str(nodes.number * nodes.ranks + local_rank)
+            command = [sys.executable, "-u", *words]
             # a session of its own, so that Ctrl-C comes from here alone
             own = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # on Windows
             with process.holding_signals({signal.SIGINT}):  # until it can be quiet
                 rank = subprocess.Popen(
-                    [sys.executable, "-u", *words],
-                    env=env,
-                    start_new_session=True,
-                    creationflags=own,
+                    command, env=env, start_new_session=True, creationflags=own
                 )
                 self.running.append(rank)
         if self.first:  # it came before all were there
@@ -136,12 +134,9 @@ class Ranks:
             if any(statuses) and not failed:
                 # asked again: a mistake of another rank may have come to light since
                 failed = find_first(self.poll())
-                self.kill_at = min(
-                    self.kill_at, time.monotonic() + protocol.NOTICE_SECONDS
-                )
-                # by which a rank ends whose debugger is gone, also where it is held
-                is_left = failed[1] == 128 + signal.SIGINT
-                self.send(signal.SIGINT if is_left else signal.SIGTERM)
+                notice = time.monotonic() + protocol.NOTICE_SECONDS
+                self.kill_at = min(self.kill_at, notice)
+                self.send(signal.SIGTERM)
             if time.monotonic() > self.kill_at:
                 self.kill_at = math.inf
                 self.send(protocol.KILL)

@@ -41,10 +41,10 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
     store = distributed.store()
     here = [number for number in ranks if number in distributed.ranks_of_node()]
     key = protocol.DEBUGGED.format(here[0])
-    endpoint = Path(os.environ.get("VSCODE_DEBUGPY_ADAPTER_ENDPOINTS", "/none/none"))
+    endpoint = Path(os.environ.get("VSCODE_DEBUGPY_ADAPTER_ENDPOINTS", ""))
     # It looks at its own machine only.
     is_local = not environment.has_other_nodes()
-    by_editor = endpoint.parent.is_dir() and is_local
+    by_editor = bool(endpoint.name) and endpoint.parent.is_dir() and is_local
     if rank == here[0]:
         port += rank
         try:
@@ -54,10 +54,10 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
                 f"--debug: cannot listen with debugpy at {HOST}:{port} ({error}): use "
                 "another port, R:PORT"
             ) from None
+        who = f"rank {', '.join(map(str, here))} on {environment.node()}"
         print_line(
-            f"rank {', '.join(map(str, here))} on {environment.node()} waits for a debugger: "
-            f"host {HOST}, port {port} (if VS Code does not attach by itself: "
-            '"Attach to all ranks")',
+            f"{who} waits for a debugger: host {HOST}, port {port} (if VS Code does not attach "
+            'by itself: "Attach to all ranks")',
             sys.stderr,
         )
         with announced(endpoint, port) if by_editor else contextlib.nullcontext():

