@@ -17,7 +17,7 @@ def setup(local_rank: int, args: Namespace) -> torch.device:
     torchrun, launch.sh and srun set RANK, LOCAL_RANK and WORLD_SIZE. Without them it is a group of
     one, so that no other code has to ask whether there are several ranks.
     """
-    # Who and where the ranks are. Waits for all of them, or says in a line who is missing.
+    # Who and where the ranks are. Waits for all, or fails with a line that names the missing.
     here = ddpkit.rendezvous(local_rank, args.dist_timeout, bool(args.debug))
     device = here.device  # GPU number local_rank of this node; the CPU if there is none
     has_gpu = device.type != "cpu"

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ddpkit.Reporter.check_tracker(args.tracker)
         recipe.check_optimizer(args.optimizer)
     args.amp = recipe.choose_amp(args, device)
-    # Fail on unknown names before any data are read.
+    # Fail on unknown names before any data is read.
     pretrained = None if folder.state else args.weights
     check_flags(args, pretrained)
 
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def wrap(
     model: nn.Module, virtual_ranks: int = 0
 ) -> DistributedDataParallel | ddpkit.VirtualRanks:
-    """Have backward() average the gradients over the ranks; after unfreezing wrap again."""
+    """Wrap `model` so that backward() averages over ranks; wrap again after unfreezing."""
     if virtual_ranks:
         return ddpkit.VirtualRanks(model, virtual_ranks)
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)

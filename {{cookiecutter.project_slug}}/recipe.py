@@ -84,7 +84,7 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse a --optimizer that nothing has."""
+    """Reject unknown --optimizer names."""
     if name in ("adamw", "sgd"):  # and of your own, if build_optimizer knows some
         return
     import timm.optim
@@ -142,7 +142,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take over a part of the trained weights, after optimizer step `step`, from 0."""
+        """Update the average after optimizer step `step`, counted from 0."""
         decay = min(self.decay, (1 + step) / (10 + step))
         averages = [*self.model.parameters(), *self.model.buffers()]
         values = [*self.trained.parameters(), *self.trained.buffers()]

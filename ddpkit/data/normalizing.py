@@ -53,9 +53,17 @@ def format_of(loader: object) -> Format:
 def move(batch: object, device: torch.device, format: Format) -> tuple:
     """Return a batch, which has travelled as uint8, on `device`, as `eval_batches` describes it."""
     images, targets, *others = unpack(batch)
-    normalized = normalize_images(_moved(images, device), format)
-    moved = [_moved(each, device) for each in others]
-    return (normalized, move_targets(targets, device), *moved)
+    moved: list[Any] = [
+        normalize_images(_moved(images, device), format),
+        move_targets(targets, device),
+    ]
+    for each in others:
+        part = _moved(each, device)
+        # a second view of the images
+        if getattr(part, "dtype", 0) == torch.uint8 and part.shape == images.shape:
+            part = normalize_images(part, format)
+        moved.append(part)
+    return tuple(moved)
 
 
 def _moved(part: Any, device: torch.device) -> Any:

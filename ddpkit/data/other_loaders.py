@@ -92,19 +92,20 @@ class OtherSource:
     """What Run has to know of any other loader, of which each rank takes all batches."""
 
     def __init__(self, loader: Any, accumulate: int, seed: int = 0) -> None:
-        check_share(loader, "train")
-        self.passes = accumulate  # of a step, on this rank
-        self.virtual_ranks = 0
-        self.reading = Reading(seed)
-        self.ranks = distributed.world_size()
         try:
             # Of shares of unequal length: all ranks take as many steps as the shortest
             # has.
             count = min(distributed.gather_objects(len(loader)))
         except TypeError:
             raise UserError(
-                "the training loader has no length: give its dataset one"
+                f"the training loader, a {type(loader).__name__}, has no length: give its dataset "
+                "one; the loop is for step, batches in run.steps(train_loader, ddp_model)"
             ) from None
+        check_share(loader, "train")
+        self.passes = accumulate  # of a step, on this rank
+        self.virtual_ranks = 0
+        self.reading = Reading(seed)
+        self.ranks = distributed.world_size()
         self.steps = count // accumulate
         if not self.steps:
             raise UserError(

@@ -64,6 +64,10 @@ REMEDIES = {
     "object has no attribute 'count'": (
         "criterion is a loss that does not count labels: wrap it in ddpkit.Criterion(loss, classes)"
     ),
+    "object has no attribute 'channels'": (
+        "a validation loader of your own does not say the number of channels: give build_model in "
+        "main.py that number, such as 3, in place of val_loader.channels"
+    ),
     r"Target \d+ is out of bounds": (
         "a target is not a valid class number; if it is 255 (void), pass ignore_index=255 to "
         "torch's loss"
@@ -307,9 +311,9 @@ def _of_torch(error: Exception) -> UserError | str | None:
         said = re.search(r"did not receive grad for rank \d+: (.+)", text)
         names = shorten(said[1].split(", ")) if said else "some weights"
         return UserError(
-            f"{names}: no gradient, because the loss does not depend on it; use it, remove it, or "
-            "freeze it (requires_grad_(False)) before DistributedDataParallel(...); if only some "
-            "steps use it, also pass find_unused_parameters=True"
+            f"{names}: no gradient, because the loss does not depend on it, or it was frozen after "
+            "DistributedDataParallel(...): use it, remove it, or freeze it and wrap the model "
+            "again; if only some steps use it, also pass find_unused_parameters=True"
         )
     if "Gloo connectFullMesh failed" in text:
         return (

@@ -1,6 +1,7 @@
 """What is often forgotten in a training loop, which its first steps and epochs show."""
 
 import math
+import warnings
 from collections.abc import Collection, Sequence
 
 from torch import Tensor
@@ -47,6 +48,8 @@ class FirstSteps:
         self.has_criterion = criterion is not None
         scalers = [part for part in parts.values() if isinstance(part, GradScaler)]
         self.scalers = [each for each in scalers if each.is_enabled()]
+        if not self.scalers:  # which leave out some of an optimizer's steps
+            warnings.filterwarnings("default", "Detected call of `lr_scheduler.step")
         # not the optimizer's own, which one by hand may lack
         self.hooks = [register_optimizer_step_pre_hook(self._check_step)]
         if criterion is not None:
@@ -121,9 +124,9 @@ class FirstSteps:
             part = float(self.of_criterion)
             if not math.isclose(whole, part, rel_tol=0.01):
                 distributed.print0(
-                    f"only {part:.4g} of the step's loss, {whole:.4g}, came from criterion(...): "
-                    "scale the rest as mean / len(batches) or sum * world_size / count; a plain "
-                    f"mean per batch counts {self.passes} times"
+                    f"warning: only {part:.4g} of the step's loss, {whole:.4g}, came from "
+                    "criterion(...): scale the rest as mean / len(batches) or sum * world_size / "
+                    f"count; a plain mean per batch counts {self.passes} times"
                 )
         if self.has_criterion and not self.slopes:
             distributed.print0(

@@ -161,25 +161,24 @@ class Run(Checkpoints):
                 "others under your own names, such as optimizer2=optimizer2"
             )
         agreement.check_alike(classes, training=train_loader, validation=val_loader)
-        kept = checkpoint.to_plain(dict(flags or {}))
+        self.flags = checkpoint.to_plain(dict(flags or {}))
         self.train_loader = train_loader
         self.val_loader = val_loader
         self.classes = classes
         self.model = model
-        self.trained = model if trained is None else trained
+        self.trained = trained or model
         self.criterion = criterion
         self.optimizer = optimizer
         self.report = report
         self.last_epoch: int = report.epochs
         self.accumulate = accumulate
         self.device = next(model.parameters()).device
-        self.flags = kept
         state = folder.state or {}
         self.source = sources.find_source(
             train_loader,
             val_loader,
             accumulate,
-            seed=kept.get("seed", 0),
+            seed=self.flags.get("seed", 0),
         )
         if isinstance(self.source, OtherSource):
             distributed.print0(
@@ -479,10 +478,6 @@ class Run(Checkpoints):
 
         networks: those that are trained, in DistributedDataParallel; the first in each step.
         """
-        if isinstance(loader, nn.Module):
-            raise UserError(
-                f"run.steps({type(loader).__name__}): write run.steps(train_loader, ddp_model)"
-            )
         # of tqdm, in place of whose bar there is one
         self._take_loader(getattr(loader, "iterable", loader))
         return Steps(self.source.steps, lambda: self._begin_steps(networks))
@@ -560,7 +555,10 @@ class Run(Checkpoints):
         self.done += 1
         self.seen += self.source.global_batch
         if self.report.steps.is_due(self.step):
-            self._log(grad_norm)
+            at = f"{self.done}/{self.source.steps}"
+            lr = self.optimizer.param_groups[-1]["lr"]
+            loss_since = self.sums.loss_since_log()
+            self.report.log_step(self.step, loss_since, lr, grad_norm, at)
         if time.monotonic() - self.checked_at > SECONDS_BETWEEN_CHECKS:
             self.checked_at = time.monotonic()
             finite.check_losses([self.sums.collect()], self)
@@ -572,12 +570,6 @@ class Run(Checkpoints):
                 "step, even if you skip that; for more batches per step use --accumulate, such as "
                 "--accumulate 4"
             )
-
-    def _log(self, grad_norm: Tensor | None) -> None:
-        at = f"{self.done}/{self.source.steps}"
-        lr = self.optimizer.param_groups[-1]["lr"]
-        loss = self.sums.loss_since_log()
-        self.report.log_step(self.step, loss, lr, grad_norm, at)
 
     def means(self) -> dict[str, float]:
         """Return train_loss, the mean over all ranks, and the `sums` of `end_step`, by name.

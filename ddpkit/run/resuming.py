@@ -14,7 +14,6 @@ import functools
 import itertools
 import math
 import random
-import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -294,10 +293,11 @@ class Checkpoints:
             unlabelled = checkpoints.forever(unlabelled_loader)
             images = next(unlabelled)
         """
-        number = sum(isinstance(part, Forever) for part in self.parts.values())
-        read = functools.partial(self.reading.rest, number=number + 1)
+        others = sum(isinstance(part, Forever) for part in self.parts.values())
+        number = 1 + others
+        read = functools.partial(self.reading.rest, number=number)
         batches = Forever(loader, read)
-        self._add(f"{FOREVER}{number + 1}", batches)
+        self._add(f"{FOREVER}{number}", batches)
         return batches
 
     def _add(self, name: str, part: Any) -> None:
@@ -498,11 +498,12 @@ class Checkpoints:
             samples.seed(self.seed, self.epoch, self.share_outside, 1, 0)
 
     def _say_frozen(self) -> None:
-        frozen = self.trainable_then - self._trainable()
-        if frozen > 0:
+        now = self._trainable()
+        if self.trainable_then not in (0, now):
             distributed.print0(
-                f"warning: {frozen} weights are frozen that were being trained when this run "
-                "stopped: unfreeze them in every later epoch, too (epoch >= N, not ==)"
+                f"warning: {self.trainable_then} weights were trained when this run was stopped, "
+                f"{now} now: what freezes or unfreezes some in an epoch has to do so when the run "
+                "resumes in a later one, too (epoch >= N, not ==)"
             )
 
     def _trainable(self) -> int:
@@ -585,8 +586,9 @@ class Checkpoints:
 
     def _stream(self, number: int) -> random.Random:
         if number not in self.streams:
-            key = self.seed, self.epoch, self.done, number, 1
-            self.streams[number] = random.Random(samples.hash_key(*key))
+            self.streams[number] = random.Random(
+                samples.hash_key(self.seed, self.epoch, self.done, number, 1)
+            )
         return self.streams[number]
 
     # What is saved.
@@ -773,7 +775,7 @@ class Checkpoints:
 
 def is_later(name: str) -> bool:
     """Return whether a part of that name is made by `numbers` or `forever`."""
-    return name == NUMBERS or re.fullmatch(FOREVER + r"\d+", name) is not None
+    return name.startswith((NUMBERS, FOREVER))
 
 
 def check_parts(door: str, parts: states.Parts) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import io
 import itertools
 import pickle
 import re
@@ -32,10 +33,10 @@ MOST_NUMBERS = 4096  # of a tensor that are
 DEPTH = 5  # of lists in lists, and of objects in objects
 A_DAY = 86400  # seconds
 PLAIN = tuple(module_state.PLAIN)
-NAMED = types.FunctionType, types.BuiltinFunctionType, type
 # What torch has in each optimizer; what else one has, its state_dict may lack
 OF_OPTIMIZERS = "defaults", "param_groups", "state"
 OF_PARTS = "part: "  # as names of these begin
+ADDRESS = "0x[0-9a-fA-F]+"  # in the text of an object
 # Instructions after which the next one does not follow
 ENDING = "RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"
 Checksums = dict[str, int]  # by the name of a variable
@@ -111,11 +112,10 @@ class LoopVariables:
         if not new:
             return
         self.said.update(new)
-        new.sort(key=lambda name: "." in name)  # attributes come last
         plain = [name.rpartition(": ")[2] for name in new]
         distributed.print0(
             f"warning: {', '.join(plain)} {what}; variables are not saved: use {self.name}"
-            f".numbers({plain[0].rpartition('.')[2]}=...) for numbers, lists and tensors, "
+            ".numbers(NAME=...) for numbers, lists and tensors, "
             f"{self.name}.forever(loader) for next(it), {self.name}.common for random numbers, "
             f"{self.name.capitalize()}(NAME=...) for what has a state_dict, and epoch >= N, not =="
         )
@@ -160,17 +160,17 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
         for name, value in variables.items():
             with contextlib.suppress(Exception):  # of objects of libraries
                 value = replicas.bare(value)
-            has_attributes = isinstance(value, nn.Module) or is_own(kind_of(value))
-            if name[:2] == "__" or id(value) in known:
-                continue
-            if name not in needed and not has_attributes:
-                continue
-            if is_mutable(value):  # an inner function may be given it, too
-                known.add(id(value))
-            # metrics begin anew with each epoch
-            for attribute, each in parts_of(value, reader != "next epoch"):
-                if not (attribute and is_mutable(each) and id(each) in known):
-                    found[function + name + attribute] = short_hash(each)
+                has_attributes = isinstance(value, nn.Module) or is_own(kind_of(value))
+                if name[:2] == "__" or id(value) in known:
+                    continue
+                if name not in needed and not has_attributes:
+                    continue
+                if is_mutable(value):  # an inner function may be given it, too
+                    known.add(id(value))
+                # metrics begin anew with each epoch
+                for attribute, each in parts_of(value, reader != "next epoch"):
+                    if not (attribute and is_mutable(each) and id(each) in known):
+                        found[function + name + attribute] = short_hash(each)
     for name, part in parts.items():
         if isinstance(part, Optimizer):
             for key, each in vars(part).items():
@@ -347,23 +347,19 @@ def content(value: object, depth: int) -> object:
         value = value.get_state()
     if isinstance(value, module_state.AnyGenerator):
         return pickle.dumps(value)
-    if isinstance(value, itertools.count):
-        return repr(value)
     if isinstance(value, Tensor | np.ndarray):
         return name, value.shape, sample(torch.as_tensor(value).detach())
     if isinstance(value, float) and abs(value - time.time()) < A_DAY:
         return "a time"
     if isinstance(value, PLAIN):
         return value
-    if isinstance(value, NAMED):
-        return value.__qualname__
-    batches = getattr(value, "_num_yielded", None)  # of a DataLoader's iterator
-    if batches is not None:
-        return batches
     if not depth:
         return name
-    if isinstance(value, types.GeneratorType):
+    if isinstance(value, types.GeneratorType) and not value.gi_yieldfrom:
         value = value.gi_frame and value.gi_frame.f_locals
+    elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        # of most nobody sees the place: always another one
+        return getattr(value, "_num_yielded", time.monotonic_ns())
     elif is_own(kind):
         value = attributes(value)
     if isinstance(value, Mapping):
@@ -375,7 +371,7 @@ def content(value: object, depth: int) -> object:
         if len(items) > 2 * FEW:
             items = items[:FEW] + items[-FEW:]
         return name, len(value), [content(each, depth - 1) for each in items]
-    return name
+    return re.sub(ADDRESS, "", repr(value)[:MOST_NUMBERS])
 
 
 def sample(tensor: Tensor) -> bytes:

@@ -215,7 +215,7 @@ class Reporter:
             most = USUAL_STEPS * smaller // (source.steps * run.batch_size) + 1
             epochs = max(most, self.epochs)
             distributed.print0(
-                f"only {total} optimizer steps in all; {USUAL_STEPS:,} or more are usual: try "
+                f"only {total} optimizer steps in total; {USUAL_STEPS:,} or more are typical: try "
                 f"--batch-size {smaller} --epochs {epochs}"
             )
         amp = f" | amp {run.flags['amp']}" if "amp" in run.flags else ""

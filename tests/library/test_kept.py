@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from generated import refusal
@@ -22,7 +23,7 @@ from tqdm import tqdm
 
 import ddpkit
 from ddpkit.data import samples
-from ddpkit.ranks import distributed
+from ddpkit.ranks import distributed, process
 
 EPOCHS = 2
 SIZES = 2, 3  # of batches, by epoch
@@ -205,7 +206,7 @@ MISUSES = [
     (no_steps, "loop.end_epoch", "without a loop over run.steps"),
     (
         a_model_in_place_of_the_loader,
-        "loop.steps",
+        "other_loaders.init",
         "run.steps(train_loader, ddp_model)",
     ),
     (
@@ -473,3 +474,71 @@ def test_sums_that_follow_addresses(tmp_path: Path, ranks: int) -> None:
         )
 
     act()
+
+
+@on_ranks(1)
+def test_what_is_changed_in_an_epoch(tmp_path: Path) -> None:
+    """A run that goes on in a later epoch says which weights, and which transform, it lacks."""
+
+    process.project = lambda: Path(__file__).parent
+
+    class Data(Points):
+        transform: Any = None
+
+    def run(epochs: int) -> None:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        data = Data()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        checkpoints = ddpkit.Checkpoints(tmp_path, net=net, optimizer=optimizer)
+        for epoch in checkpoints.epochs(epochs):
+            if epoch == 1:
+                net[0].requires_grad_(False)
+                data.transform = nn.Threshold(0.1, 0.2)
+            for _ in checkpoints.steps(range(3), net):
+                net(torch.randn(4, 2)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        run(3)
+        assert "2 weights" not in said.getvalue()
+        run(4)
+    out = said.getvalue()
+    assert "2 weights were trained when this run was stopped, 4 now" in out
+    assert "data.transform" in out
+
+
+class Views(Points):
+    """Two views of an image, uint8, with the label between them."""
+
+    def __getitem__(self, index: int) -> tuple:
+        image = np.full((2, 2, 3), index, np.uint8)
+        return image, index % 2, torch.from_numpy(image).permute(2, 0, 1)
+
+
+@on_ranks(1)
+def test_a_second_view() -> None:
+    """It is normalised as the first is."""
+    for loader in (
+        ddpkit.train_loader(Views(), 4, classes=CLASSES, workers=0),
+        ddpkit.val_loader(Views(), 4, classes=CLASSES, workers=0),
+    ):
+        for first, _, second, *_ in loader:
+            assert first.dtype == second.dtype == torch.float32
+            assert torch.equal(first, second)
+
+
+@on_ranks(1)
+def test_a_scheduler_before_the_optimizer(tmp_path: Path) -> None:
+    """torch says so, as without ddpkit."""
+    ddpkit.configure(torch.device("cpu"), 0)
+    run, model = tiny(tmp_path, parts=scheduled)
+    with run, pytest.warns(UserWarning, match="Detected call of `lr_scheduler.step"):
+        for _, batches in run.steps(run.train_loader, model):
+            for images, _ in batches:
+                run.parts["scheduler"].step()
+                loss = take_step(run, model, images)
+                run.optimizer.zero_grad()
+            run.end_step(loss.detach(), torch.tensor(2.0))
+            break

@@ -89,7 +89,7 @@ def test_what_others_can_reach(project, tmp_path, by):
     if by == "F5":
         f5 = configuration(held, "DDP: torch.distributed.launch", processes="2")
         env = f5["env"]
-        command = [sys.executable, "-m", f5["module"]]
+        command = [sys.executable, f5["program"]]
         command += f5["args"].split("main.py")[0].split()
         command.append(held / "main.py")
     else:

@@ -51,7 +51,7 @@ def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     done = project.train(data, out, "--resume", "never", "--arch", "none", on=1)
     done.refused("networks.check_name", "--arch none")
     project.train(data, out, "--arch", "resnet34", on=1).refused(
-        *("states.fitting", "last.pt", "changed, such as --arch resnet34 (was"),
+        *("states.fitting", "last.pt", "the change, such as --arch resnet34 (was"),
         *(f"--weights {out / 'best.pt'} --output-dir", ", ...); "),
     )
     assert before == {

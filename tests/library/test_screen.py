@@ -53,8 +53,10 @@ def test_lines_of_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     left = int(re.fullmatch(text, skipped)[1])
     total, steps = map(int, numbers.groups())
     assert total == 8 * steps + left
-    (few_steps,) = [line for line in lines if "optimizer steps in all" in line]
-    advice = f"only {2 * steps} optimizer steps in all; 1,000 or more are usual: try "
+    (few_steps,) = [line for line in lines if "optimizer steps in total" in line]
+    advice = (
+        f"only {2 * steps} optimizer steps in total; 1,000 or more are typical: try "
+    )
     size, epochs = re.fullmatch(
         re.escape(advice) + r"--batch-size (\d+) --epochs (\d+)", few_steps
     ).groups()

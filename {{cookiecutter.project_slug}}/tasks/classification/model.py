@@ -13,8 +13,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 import ddpkit
 from dataset import AUGMENTATIONS, MIXES
 
-# The first of these that there is chooses best.pt. It may also be "val_loss", or, of
-# numbers that you work out yourself, say which are better: "cost", "min".
+# The first of these that exists selects best.pt. It may also be "val_loss"; for a
+# metric that you compute yourself, also give the direction: "cost", "min".
 BEST = "top1", "map"
 # of images' sides, if the network takes any multiples of it; None: --image-size
 STRIDE = None

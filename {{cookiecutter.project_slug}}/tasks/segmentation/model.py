@@ -17,8 +17,8 @@ import ddpkit
 from dataset import AUGMENTATIONS, STRIDE, VOID
 from losses import Loss
 
-# It chooses best.pt. It may also be "val_loss", or, of numbers that you work out
-# yourself, say which are better: "cost", "min".
+# It selects best.pt. It may also be "val_loss"; for a metric that you compute
+# yourself, also give the direction: "cost", "min".
 BEST = "miou"
 
 
