@@ -53,7 +53,7 @@ def format_of(loader: object) -> Format:
 def move(batch: object, device: torch.device, format: Format) -> tuple:
     """Return a batch, which has travelled as uint8, on `device`, as `eval_batches` describes it."""
     images, targets, *others = unpack(batch)
-    moved: list[Any] = [
+    moved: list = [
         normalize_images(_moved(images, device), format),
         move_targets(targets, device),
     ]

@@ -443,7 +443,9 @@ class Run(Checkpoints):
 
     def _say_end(self) -> None:
         if self.is_complete:
-            remedy = "use --epochs N for more, --resume never to start over"
+            remedy = (
+                "for more epochs use another --output-dir; --resume never starts over"
+            )
             distributed.print0(f"nothing left to do; {remedy}")
         elif self.epoch < self.last_epoch and not self.is_out:
             distributed.print0(

@@ -75,7 +75,9 @@ def load_pretrained(
         distributed.print0("--weights auto: no pretrained weights for this model")
         return
     if is_auto:
-        distributed.print0(f"--weights auto: {name}, downloaded unless cached ...")
+        distributed.print0(
+            f"--weights auto: loading {name} (downloaded unless cached) ..."
+        )
     tensors = distributed.await_rank_zero(try_to_fetch, name, sources[name])
     if not isinstance(tensors, str):
         copy_matching(model, tensors, name)
@@ -84,7 +86,7 @@ def load_pretrained(
     if not is_auto:
         raise UserError(fault)
     distributed.print0(
-        f"{fault}; training from scratch; use --weights FILE, or --weights none"
+        f"{fault}; training from scratch, for which --freeze-backbone is wrong; use --weights FILE"
     )
 
 

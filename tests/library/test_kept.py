@@ -483,7 +483,8 @@ def test_what_is_changed_in_an_epoch(tmp_path: Path) -> None:
     process.project = lambda: Path(__file__).parent
 
     class Data(Points):
-        transform: Any = None
+        def __init__(self) -> None:
+            self.transform: Any = None
 
     def run(epochs: int) -> None:
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))

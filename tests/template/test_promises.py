@@ -59,6 +59,7 @@ VARIABLES = {
     "trackers": "MLFLOW_TRACKING_URI WANDB_MODE",
     "the tests": "OF_THE_TASK TEST_SEED",
     "SLURM": "SLURM_ARRAY_TASK_ID",
+    "Zed": "ZED_WORKTREE_ROOT",
 }
 WORDS = {
     "ddpkit": "NAME DOOR",  # any name of the door, and their table

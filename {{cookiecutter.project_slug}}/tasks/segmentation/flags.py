@@ -12,7 +12,6 @@ DEMO = {
     "encoder": "resnet18",
     "image_size": 128,
     "epochs": 2,
-    "batch_size": 8,
     "weights": "none",
 }  # defaults without --data
 
@@ -40,7 +39,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     group.add_argument("--weights", default="auto", metavar="auto|none|NAME|FILE", help="start from pretrained weights (imagenet, DEFAULT) or a file; auto: if they can be downloaded")
     group.add_argument("--image-size", type=positive, default=512, metavar="PIXELS", help="side of the training images")
     group.add_argument("--epochs", type=positive, default=30, help="passes over the training set")
-    group.add_argument("--batch-size", type=positive, default=32, help="images per rank and forward pass; with half the GPUs, double it or --accumulate")
+    group.add_argument("--batch-size", type=positive, default=8, help="images per rank and forward pass; with half the GPUs, double it or --accumulate")
     group.add_argument("--accumulate", type=positive, default=1, help="forward passes per optimizer step")
     group.add_argument("--virtual-ranks", type=count, default=0, metavar="N", help="train bit-for-bit as on N ranks, on any number of ranks; 0: off")
     group.add_argument("--lr", type=rate, help="peak learning rate (default: 0.1 for sgd, else 0.001); if the global batch is k times larger: x k for sgd, x sqrt(k) for others")
