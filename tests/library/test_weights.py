@@ -202,7 +202,10 @@ def test_published_weights(downloads: Downloads, few: Path, tmp_path: Path) -> N
     project = downloads.project
     server = downloads.server
     done, begun = downloads.build()
-    assert f"--weights auto: {USED[project.task]} (downloaded unless" in done.ok().out
+    assert (
+        f"--weights auto: loading {USED[project.task]} (downloaded unless"
+        in done.ok().out
+    )
     assert (
         server.requests.count(f"GET {downloads.name}") == len(downloads.cached()) == 1
     )
@@ -234,7 +237,7 @@ def test_timms_weights(downloads: Downloads) -> None:
     """All but those of the last layer; position embeddings are resampled for --image-size."""
     done, begun = downloads.build()
     said = done.ok().out
-    assert f"--weights auto: {USED['timm']} (downloaded unless" in said
+    assert f"--weights auto: loading {USED['timm']} (downloaded unless" in said
     new = r"tensors loaded, 9\S+ % of the model; new: head.weight, head.bias$"
     assert re.search(new, said.splitlines()[-1])
     assert same(begun)
