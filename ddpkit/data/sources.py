@@ -59,12 +59,13 @@ def eval_batches(loader: object, where: nn.Module | torch.device) -> Iterator[tu
     images: float32 (N, C, H, W), uint8 ones normalised. targets: int64, or float32 if they are
     floating-point. indices: int64 (N,), of the samples in the dataset.
 
-    loader: with our ValSampler; or any other DataLoader, whose batches all ranks take in turn if
-        they have the same, and each takes all if each has its own. indices are negative where the
-        order of the dataset is not kept. After a signal the loop ends early, and all ranks stop
+    loader: ddpkit.val_loader's; or any other DataLoader, whose dataset on several ranks has
+        num_replicas and rank, as each rank has its own share. Its indices are negative, because the
+        order of the dataset is not known. After a signal the loop ends early, and all ranks stop
         and save in `compute_metrics`.
 
-    Raises a UserError for a network and ddpkit.train_loader's, whose batches have no indices.
+    Raises a UserError for another loader on several ranks, and for a network and
+    ddpkit.train_loader's, whose batches have no indices.
 
         for images, targets, *_, indices in ddpkit.eval_batches(val_loader, model):
     """

@@ -114,9 +114,9 @@ class Run(Checkpoints):
         A LambdaLR follows the flags on resume, others resume as saved.
     report: a ddpkit.Reporter, of whose number of epochs the run is; or what has its methods.
     best: the metric by which best.pt is chosen; of several the first that `evaluate` returns. Lower
-        is better of a loss, and of what torchmetrics says so; of numbers that are worked out by
-        hand say it: ("cost", "min"). accumulate: passes per optimizer step. save_every: optimizer
-        steps between saves; 0: after each epoch only.
+        is better for a name that ends in loss, and where torchmetrics says so; for your own numbers
+        give the direction: ("cost", "min"). accumulate: passes per optimizer step. save_every:
+        optimizer steps between saves; 0: after each epoch only.
     flags: vars(args), kept in checkpoints and args.json.
 
     Raises a UserError if the checkpoint does not fit.

@@ -19,7 +19,8 @@ def configure(
 ) -> None:
     """Seed random numbers, set torch's threads, and wait for a debugger in ranks that get one.
 
-    Threads: OMP_NUM_THREADS, or else the rank's share of the CPUs, at most 4 with a GPU.
+    Threads: OMP_NUM_THREADS, or else the rank's share of the CPUs, at most 4 with a GPU. GPUs
+    multiply float32 matrices as TF32: torch.set_float32_matmul_precision("high").
 
     seed: of initial weights and whatever else is drawn before training; the same on all ranks.
     deterministic: have GPUs compute the same bits each time, which is slower.
