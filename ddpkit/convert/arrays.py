@@ -132,7 +132,7 @@ def load_values(path: Path | str) -> np.ndarray:
         if (whole == whole.round()).all():
             return whole.astype(np.int64)
     raise UserError(
-        f"{path}: no array of height x width whole numbers in it; save the mask so"
+        f"{path}: no array (height, width) of integers in it; save the mask as one"
     )
 
 
@@ -152,7 +152,7 @@ def load_mat(path: Path | str) -> dict:
             return loadmat(file, simplify_cells=True)
     except NotImplementedError:  # a file of version 7.3
         raise UserError(
-            f"{path}: of MATLAB 7.3; save it anew with save(..., '-v7')"
+            f"{path}: of MATLAB 7.3; save it again with save(..., '-v7')"
         ) from None
 
 

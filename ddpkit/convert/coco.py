@@ -103,7 +103,7 @@ def read_coco_file(
         if other != image["file_name"]:
             raise UserError(
                 f"{tree.path(name)}: {other} and {image['file_name']} have the same id "
-                f"{image['id']}, so that nobody knows whose the annotations are; export it anew"
+                f"{image['id']}, so annotations cannot be assigned; export it again"
             )
     # by image: class, place in the file, and segmentation
     marked: dict[Json, list[tuple[int, str, Json]]] = {key: [] for key in name_of}
@@ -155,7 +155,7 @@ def coco_cover(segmentation: Json, where: str, size: Size) -> Area | list[np.nda
         if (height, width) != size:
             raise UserError(
                 f"{where}: its runs (RLE) are of {width} x {height} pixels, the image has "
-                f"{size[1]} x {size[0]}; export it anew"
+                f"{size[1]} x {size[0]}; export it again"
             )
         return Area(0, 0, fill_counts(counts, size, where))
     if not isinstance(segmentation[0], list):  # some write one outline as it is

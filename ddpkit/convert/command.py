@@ -51,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = given.source
     out = given.out
     if out.exists() or out.is_symlink():
-        raise UserError(f"{out}: is there already; remove it, or name another folder")
+        raise UserError(f"{out}: already exists; delete it, or choose another folder")
     for path in sorted(out.parent.glob(f"{glob.escape(out.name)}.partial-*")):
         say(
             f"{path}: is left of a convert that was ended; if none is running, remove it"
         )
     tree = Tree(source, given.follow_links)
     if tree.root.resolve() in out.resolve().parents:
-        raise UserError(f"{out}: lies in {tree.root}; name a folder outside of it")
+        raise UserError(f"{out}: lies in {tree.root}; choose a folder outside it")
     if tree.beyond:
         say(
             f"skipped: {len(tree.beyond)} links that lead out of {tree.root}, which --follow-links "
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # such as of a key that is missing, or of a size that no memory has
     except Exception as error:
         raise UserError(
-            f"{source}: not as {name} has it ({clip(repr(error), 200)}); export it anew"
+            f"{source}: cannot be read as {name} ({clip(repr(error), 200)}); export it again"
         ) from error
     finally:
         for line in labelled.skipped.remarks(tree.root):

@@ -226,7 +226,7 @@ def find_label_format(tree: Tree) -> LabelFormat:
         not_taken.labels_in_names(tree) or f"--format takes one of {', '.join(FORMATS)}"
     )
     raise UserError(
-        f"{tree.named or tree.root}: no format that is known ({shorten(listed) or 'no files'}); "
+        f"{tree.named or tree.root}: unknown format ({shorten(listed) or 'no files'}); "
         f"{hint}"
     )
 
@@ -262,5 +262,5 @@ def refuse_layout(tree: Tree, has_masks: bool) -> None:
         condition = ""
     if len(folders) > 1 and all(map(places.any_image, folders)):
         raise UserError(
-            f"{root}: {condition}is as training takes it: python -m ddpkit check {root}"
+            f"{root}: {condition}needs no conversion: python -m ddpkit check {root}"
         )

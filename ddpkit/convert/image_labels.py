@@ -89,7 +89,7 @@ def records(tree: Tree, name: str) -> Iterator[tuple[int, dict[str, Json]]]:
             row = None
         if not isinstance(row, dict):
             raise UserError(
-                f"{tree.path(name)}, line {number}: no JSON object; repair or remove it"
+                f"{tree.path(name)}, line {number}: not a JSON object; repair or remove it"
             )
         yield number, row
 

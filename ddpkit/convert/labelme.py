@@ -112,7 +112,7 @@ def labelme_cover(mark: dict, kind: str, where: str) -> Area | list[np.ndarray]:
         # its centre, and a point on it
         radius = float(np.hypot(*(points[1] - points[0])))
         return [oval(points[0], (radius, radius))]
-    raise UserError(f"{where}: {len(points)} points are none such; draw it anew")
+    raise UserError(f"{where}: {len(points)} points are none such; draw it again")
 
 
 def unpack_mask(text: Json, points: np.ndarray, where: str) -> Area:
@@ -123,7 +123,7 @@ def unpack_mask(text: Json, points: np.ndarray, where: str) -> Area:
         inside = np.array(image.convert("L")) > 0
     except (TypeError, ValueError, OSError):
         raise UserError(
-            f"{where}: its mask is no PNG in base64; draw it anew"
+            f"{where}: its mask is not a PNG in base64; draw it again"
         ) from None
     left, top = np.round(points.min(0)).astype(int)
     return Area(int(top), int(left), inside)

@@ -130,7 +130,7 @@ class ObjectClasses:
         given_of: dict[str, str] = {}
         for name in names:
             if name is None:
-                raise UserError("a class is null, without a name; write it")
+                raise UserError("a class has no name (null); add one")
             name = seen(str(name))
             text = clean_name(name)
             given = given_of.setdefault(text, name)

@@ -129,7 +129,7 @@ def same_size(mask: np.ndarray, size: Size | None, path: Path) -> np.ndarray:
     if size and mask.shape != size:
         raise UserError(
             f"{path}: the mask has {mask.shape[1]} x {mask.shape[0]} pixels, its image "
-            f"{size[1]} x {size[0]}; is it turned by EXIF, or another one?"
+            f"{size[1]} x {size[0]}; is it rotated by EXIF, or another image?"
         )
     return mask
 
@@ -153,7 +153,7 @@ def read_inside(path: Path, size: Size | None = None) -> np.ndarray:
     threshold = 127 if is_lossy or values.max(initial=0) > 127 else 0
     if not threshold and len(np.unique(values)) > 2:
         raise UserError(
-            f"{path}: has numbers of several classes, so it is no mask of one, in black and white; "
+            f"{path}: has numbers of several classes, so it is not a black and white mask of one; "
             "put such masks into a folder masks beside images, without folders in it"
         )
     return same_size(values > threshold, size, path)

@@ -66,7 +66,7 @@ class Drawing:
             if (height, width) != known:
                 raise UserError(
                     f"{entry.where}: the labels are of {width} x {height} pixels, the image has "
-                    f"{known[1]} x {known[0]}; is it turned by EXIF, or another one?"
+                    f"{known[1]} x {known[0]}; is it rotated by EXIF, or another image?"
                 )
         # a file that cannot be read is of any size that its labels claim
         DEFAULT_FORMAT.check_size(self.entries[0].where, (known[1], known[0]))

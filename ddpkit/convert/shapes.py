@@ -68,7 +68,7 @@ def draw_shapes(shapes: Shapes, size: Size, skipped: Skipped) -> np.ndarray:
             area = fill_outlines(outlines, size)
         if min(area.top, area.left) < 0 or area.view(mask).shape != area.inside.shape:
             raise UserError(
-                f"{shape.where}: it reaches beyond the image; draw it, or export it anew"
+                f"{shape.where}: it reaches beyond the image; draw it, or export it again"
             )
         pixels = int(area.inside.sum())
         if pixels:
@@ -129,7 +129,7 @@ def to_points(values: object, where: str) -> np.ndarray:
         points = np.full((1, 2), np.nan)
     if not (abs(points) < FURTHEST).all():  # also of NaN
         raise UserError(
-            f"{where}: its outline is no list of x, y, x, y, ...; repair or remove it"
+            f"{where}: its outline is not a list of x, y, x, y, ...; repair or remove it"
         )
     return points
 
@@ -162,12 +162,12 @@ def fill_counts(
         lengths = np.array([int(count) for count in counts], np.int64)
     except (ValueError, TypeError, OverflowError):
         raise UserError(
-            f"{where}: its runs (RLE) are no whole numbers; export it anew"
+            f"{where}: its runs (RLE) are not integers; export it again"
         ) from None
     if (lengths < 0).any() or lengths.sum() != height * width:
         raise UserError(
             f"{where}: its runs (RLE) have {lengths.sum()} pixels, not the {width} x {height} of "
-            "the image; export it anew"
+            "the image; export it again"
         )
     values = np.arange(len(lengths)) % 2 == 1
     return np.repeat(values, lengths).reshape(size, order="F" if by_columns else "C")
@@ -186,7 +186,7 @@ def unpack_counts(text: str, where: str) -> list[int]:
         code = ord(letter) - 48
         if not 0 <= code < 64 or shift > MOST_BITS:
             raise UserError(
-                f"{where}: {letter!r} is no letter of runs (RLE); export it anew"
+                f"{where}: {letter!r} is not a letter of runs (RLE); export it again"
             )
         value |= (code & 31) << shift
         shift += 5
@@ -216,7 +216,7 @@ def fill_pairs(
         pairs = numbers.reshape(-1, 2).tolist()
     except (ValueError, OverflowError):
         raise UserError(
-            f"{where}: its runs (RLE) are no pairs of START LENGTH; repair or remove the row"
+            f"{where}: its runs (RLE) are not pairs of START LENGTH; repair or remove the row"
         ) from None
     end = 0
     for start, length in pairs:

@@ -35,7 +35,7 @@ class Tree:
         self.root = source.parent if self.named else source
         if not self.root.is_dir():
             raise UserError(
-                f"{source}: no such file or folder; name what has the labels"
+                f"{source}: no such file or folder; give the one with the labels"
             )
         self.files = self.find_files()
         if self.named and not self.in_folder(""):
@@ -185,7 +185,7 @@ class Tree:
         for column in filter(None, rows[0][1]):
             if ending_of(column) in ENDINGS and self.named_as(column):
                 raise UserError(
-                    f"{path}: its first line names an image; write the columns' names above it"
+                    f"{path}: its first line names an image; add a header with the column names"
                 )
             cells = [slashes(str(row.get(column))) for _, row in rows]
             names = [cell if self.named_as(cell) else "" for cell in cells]

@@ -281,7 +281,7 @@ def read_parts(
     old = root / "broken.txt"
     if old.exists():
         raise UserError(
-            f"{old}: is not read any more; rename it, then python -m ddpkit check {root} "
+            f"{old}: is no longer read; rename it, then python -m ddpkit check {root} "
             "--skip-broken writes lists without broken images; take out what else it names"
         )
     parts = {}
@@ -482,7 +482,7 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
     arrays = [path for path in mask_of.values() if is_array(path)]
     if arrays:
         raise UserError(
-            f"{arrays[0]}: an array, no image; save masks as PNG, as "
+            f"{arrays[0]}: an array, not an image; save masks as PNG, as "
             f"{places.convert_command(place.root)} does"
         )
     mask_with, rule = pairing.match_names(image_of, mask_of)
@@ -556,7 +556,7 @@ def _read_row(
                 folder, file = os.path.split(value)
                 there = os.listdir(folder) if os.path.isdir(folder) else ()
                 raise UserError(
-                    f"{line}: {value} is no file; correct the line"
+                    f"{line}: {value} does not exist, or is not a file; correct the line"
                     f"{hint_at_look(file, there)}"
                 )
         values.append(value)

@@ -633,9 +633,7 @@ def _opened(
 ) -> Iterator[ImageFile.ImageFile]:
     """Open the image in `data`, of which only the header is read; refuse what is too large."""
     if data.startswith(LFS):
-        raise UserError(
-            f"{path}: a pointer of Git LFS, not the image; run: git lfs pull"
-        )
+        raise UserError(f"{path}: a Git LFS pointer, not the image; run: git lfs pull")
     _read_heif_too(path, data)
     or_channels = "" if is_mask else f', or write the number of "channels" into {NAME}'
     with _open_bytes(data) as image:

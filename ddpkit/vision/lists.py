@@ -49,7 +49,7 @@ def parse_rows(text: str, path: Path | None = None) -> Rows:
     names = [name.strip() for name in next(table, ())]
     twice = [name for name, count in Counter(names).items() if name and count > 1]
     if path and twice:
-        raise UserError(f"{path}: column {twice[0]} is twice; rename one of them")
+        raise UserError(f"{path}: column {twice[0]} appears twice; rename one of them")
     for cells in table:
         if path and any(cells[len(names) :]):
             raise UserError(
@@ -92,6 +92,6 @@ def refuse_missing(where: object, column: str, labels: Iterable[str]) -> None:
     """Raise a UserError if one of the labels in a row is a missing value."""
     for label in MISSING.intersection(labels):
         raise UserError(
-            f"{where}: {column} is {label}, as programs write what is missing; remove the row, or, "
-            "if that is meant, write it otherwise, such as none"
+            f"{where}: {column} is {label}, which usually means a missing value; remove the "
+            "row, or, if it is a class, rename it, such as none"
         )

@@ -173,7 +173,7 @@ def parse(
         if len(given) != kind and not (is_void and kind == 0 and len(given) == 1):
             raise UserError(f"{path}: {name}: write all lines in one way: {FORMS}")
         if key in keys or (name in number_of and not given):
-            raise UserError(f"{path}: {name}: its name or its value comes twice")
+            raise UserError(f"{path}: {name}: its name or its value appears twice")
         if is_void:
             keys[key] = VOID  # no class
         else:  # one class may have several values
@@ -356,7 +356,7 @@ class Legend:
         count, key = max(zip(counts.tolist(), keys.tolist(), strict=True))
         text = self.text_of(key)
         kind = "colour" if " " in text else "value"
-        line = f"{kind} {text} in {count} pixels is no class; correct the mask"
+        line = f"{kind} {text} in {count} pixels is not a class; correct the mask"
         if len(keys) > MANY:
             return (
                 f"{line}: {len(keys) - 1} more {kind}s are none, as in masks with smoothed "

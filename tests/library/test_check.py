@@ -160,8 +160,8 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
             "warning: train/images/half turned.png: ",
             "EXIF turns this image and 0 others",
         ),
-        ("error: test/masks/0.png: ", "value 8 in 600 pixels is no class; "),
-        ("error: train/masks/unknown.png: ", "value 9 in 600 pixels is no class; "),
+        ("error: test/masks/0.png: ", "value 8 in 600 pixels is not a class; "),
+        ("error: train/masks/unknown.png: ", "value 9 in 600 pixels is not a class; "),
         ("error: train/masks/broken mask.png: ", "cannot be read"),
         ("error: train/images/broken.png: ", "cannot be read"),
         ("error: train/images/alone.png: ", "no mask of that name"),
@@ -286,7 +286,7 @@ def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) ->
     kept[0] = f"{header},note"  # without the blanks
     assert table.read_text().splitlines() == kept
     assert "left out: " in done.out
-    assert "gone.png is no file" in done.out
+    assert "gone.png does not exist" in done.out
     done = project.train(data, tmp_path / "run", "--epochs", 2, on=1).ok()
     assert "the training images have changed since the stop\n" in done.out
 

@@ -591,16 +591,16 @@ def broken(root: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("unknown", ["no format that is known (1 .png)", *formats.FORMATS]),
-        ("as training", ["is as training takes it", "check"]),
+        ("unknown", ["unknown format (1 .png)", *formats.FORMATS]),
+        ("as training", ["needs no conversion", "check"]),
         ("two formats", ["coco and labelme", "--format coco"]),
         ("json", ["instances_train2017.json: not JSON", "repair"]),
         ("category", ["annotation 0: category 8", "add it there"]),
         ("runs", ["annotation 0: its runs (RLE) have 3 pixels, not the 16 x 12"]),
-        ("no key", ["set: not as coco has it (KeyError('id'))"]),
-        ("no list", ["set: not as coco has it (TypeError"]),
+        ("no key", ["set: cannot be read as coco (KeyError('id'))"]),
+        ("no list", ["set: cannot be read as coco (TypeError"]),
         ("size", ["a.png: the labels are of 9 x 12 pixels, the image has 16 x 12"]),
-        ("points", ["annotation 0: its outline is no list"]),
+        ("points", ["annotation 0: its outline is not a list"]),
         ("boxes", ["no object has an outline", "boxes"]),
         ("no images", ["no image with labels"]),
     ],
@@ -636,7 +636,7 @@ def test_what_is_broken(kind: str, words: list[str], tmp_path: Path) -> None:
             "id,rle\na,190 9",
             "the run 190 9 (RLE) does not fit into the 16",
         ),
-        ("train.csv", "id,rle\na,1 2 3", "row 2: its runs (RLE) are no pairs"),
+        ("train.csv", "id,rle\na,1 2 3", "row 2: its runs (RLE) are not pairs"),
         ("annotations.xml", "<annotations><image>", "annotations.xml: not XML"),
         (
             "labelmap.txt",
@@ -1039,7 +1039,7 @@ def test_columns_that_are_no_labels(
         ("id,name", "{n},x{n}", "its column name has another value in nearly each row"),
         ("id,target", "{n},0.{n}", "its column target has another value in nearly"),
         ("filename,width,class,xmin", "{n}.jpg,9,cat,{n}", "xmin is of boxes around"),
-        ("file,label,label ", "{n}.jpg,a,b", "column label is twice"),
+        ("file,label,label ", "{n}.jpg,a,b", "column label appears twice"),
         ("file,breed,species", "{n}.jpg,pug,dog", "breed and species may each be"),
         # two that name images otherwise
         ("id,photo,label", "{n},{m},a", "id and photo may each name the images"),
@@ -1263,7 +1263,7 @@ def test_what_a_stranger_may_have_made(
         check = struct.pack(">I", zlib.crc32(kind + body))
         chunks += struct.pack(">I", len(body)) + kind + body + check
     (source / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
-    with pytest.raises(UserError, match="60000 x 60000 pixels are more than max_meg"):
+    with pytest.raises(UserError, match="60000 x 60000 pixels exceed max_meg"):
         convert.main([str(source), str(tmp_path / "out")])
     (source / "data.json").unlink()
     scipy.io.savemat(
@@ -1613,7 +1613,7 @@ def test_missing_values(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for text in "nan", "NaN", "None", "N/A", "NA", "<NA>", "NULL", "null":
         write(source / "l.csv", f"id,label\n0,a\n1,{text}\n2,a\n3,b\n")
         line = refusal(source)
-        assert f"l.csv, line 3: label is {text}, as programs write" in line
+        assert f"l.csv, line 3: label is {text}, which usually means" in line
         assert "remove the row" in line
     write(source / "l.csv", "id,label,group\n0,a,nan\n1,b,p\n2,a,p\n3,b,q\n")
     assert "line 2: group is nan" in refusal(source)
@@ -1642,12 +1642,12 @@ def test_a_class_without_a_name(tmp_path: Path) -> None:
     coco(source)
     for path in source.glob("annotations/*.json"):
         path.write_text(path.read_text().replace('"dog"', "null"))
-    assert "a class is null, without a name" in refusal(source)
+    assert "a class has no name (null)" in refusal(source)
     shutil.rmtree(source)
     yolo(source)
     with open(source / "data.yaml", "a") as file:
         file.write("names: [cat, null]\n")
-    assert "a class is null, without a name" in refusal(source)
+    assert "a class has no name (null)" in refusal(source)
     shutil.rmtree(source)
     labelme(source)
     text = (source / "a.json").read_text()
@@ -1663,7 +1663,7 @@ def test_a_table_without_names_of_columns(tmp_path: Path) -> None:
     write(
         source / "l.csv", "".join(f"{n}.jpg,{'ab'[int(n) % 2]}\n" for n in "01234567")
     )
-    assert "l.csv: its first line names an image; write" in refusal(source)
+    assert "l.csv: its first line names an image; add a header" in refusal(source)
 
 
 def test_trimaps_are_no_class(tmp_path: Path) -> None:
@@ -1674,7 +1674,7 @@ def test_trimaps_are_no_class(tmp_path: Path) -> None:
         save(source / f"annotations/trimaps/{name}.png", two_boxes(2, 3) + 1)
     line = refusal(source)
     assert "trimaps" in line
-    assert "has numbers of several classes, so it is no mask of one" in line
+    assert "has numbers of several classes, so it is not a black and white mask" in line
 
 
 def test_class_folders(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -1685,7 +1685,7 @@ def test_class_folders(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         for part in parts:
             for name in "cat", "dog":
                 save(source / folder / part / name / f"{part}{name}.jpg")
-        words = "if cat, dog are classes, it is as training takes it: python -m ddpkit"
+        words = "if cat, dog are classes, it needs no conversion: python -m ddpkit"
         line = refusal(source)
         assert f"{source / folder}: {words} check {source / folder}" in line
         assert not capsys.readouterr().out
@@ -1699,7 +1699,7 @@ def test_class_folders(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     # of images and of labels, which are no masks
     save(source / "images/a.png")
     write(source / "labels/a.txt", "0 0.1 0.1 0.5 0.1 0.5 0.5\n")
-    assert "no format that is known" in refusal(source)
+    assert "unknown format" in refusal(source)
 
 
 def test_links_to_lists_of_classes(
@@ -1900,9 +1900,17 @@ def test_types_and_sizes_that_a_stranger_may_have_written(
     deep = "[" * 100_000
     (source / "b.tif").write_bytes(b"II*\0 no TIFF")
     for name, content, words in (
-        ("a.json", {"images": [1], "annotations": [2], "categories": [3]}, "not as"),
-        ("a.json", coco_of({"size": size, "counts": "o" * 10**6}), "no letter of runs"),
-        ("a.json", coco_of({"size": size, "counts": [10**30]}), "no whole numbers"),
+        (
+            "a.json",
+            {"images": [1], "annotations": [2], "categories": [3]},
+            "cannot be read as",
+        ),
+        (
+            "a.json",
+            coco_of({"size": size, "counts": "o" * 10**6}),
+            "not a letter of runs",
+        ),
+        ("a.json", coco_of({"size": size, "counts": [10**30]}), "not integers"),
         ("a.json", coco_of([[1e300, 1, -1e300, 9, 9, 9]]), "no list of x, y"),
         ("a.json", coco_of([[1, 1, 9, 1, 9, 9]], **huge), "max_megapixels"),
         ("a.json", coco_of([[1, 1, 9, 1, 9, 9]], file_name="x" * 10**6), "no image"),

@@ -296,10 +296,13 @@ def test_forms_of_unicode(tmp_path: Path) -> None:
     with refusal("names.refuse_alike", "look the same"):
         folders.find_labelled(tmp_path)
     table.write_text(f"file,label\ntrain/b/x.jpg,a\nimages/{other}.jpg,b\n")
-    with refusal("folders.read_row", "is no file", "looks the same"):
+    with refusal("folders.read_row", "does not exist", "looks the same"):
         folders.find_labelled(tmp_path)
     table.write_text("file,label\ntrain/b/x.jpg,a\ntrain/b,b\n")
-    with refusal("folders.read_row", "train/b is no file; correct the line ["):
+    with refusal(
+        "folders.read_row",
+        "train/b does not exist, or is not a file; correct the line [",
+    ):
         folders.find_labelled(tmp_path)
 
 

@@ -269,7 +269,7 @@ def test_faults_of_masks(
 
 def test_numbers_that_no_line_can_have(tmp_path: Path) -> None:
     with refusal(
-        "masks.translate", "value 0.5 in 1 pixels is no class; correct the mask"
+        "masks.translate", "value 0.5 in 1 pixels is not a class; correct the mask"
     ) as caught:
         read(tmp_path, NAMES, [0.5], "x.tif", "float32")
     assert "NAME" not in str(caught.value)

@@ -355,7 +355,7 @@ def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
     for line in survey.left_over:
         named = line.partition(": ")[0]
         if not os.path.isfile(named) and ", line " not in named:
-            raise UserError(f"{root}: mend errors of folders and classes first")
+            raise UserError(f"{root}: fix the errors of folders and classes first")
     ignored: list[UserError] = []  # they are in `left_over`
     pairs = folders.read_parts(root, has_masks, [*survey.sizes], ignored.append)
     tables = {}
