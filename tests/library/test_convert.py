@@ -1911,7 +1911,7 @@ def test_types_and_sizes_that_a_stranger_may_have_written(
             "not a letter of runs",
         ),
         ("a.json", coco_of({"size": size, "counts": [10**30]}), "not integers"),
-        ("a.json", coco_of([[1e300, 1, -1e300, 9, 9, 9]]), "no list of x, y"),
+        ("a.json", coco_of([[1e300, 1, -1e300, 9, 9, 9]]), "not a list of x, y"),
         ("a.json", coco_of([[1, 1, 9, 1, 9, 9]], **huge), "max_megapixels"),
         ("a.json", coco_of([[1, 1, 9, 1, 9, 9]], file_name="x" * 10**6), "no image"),
         ("a.xml", xml.format(whole), "max_megapixels"),
