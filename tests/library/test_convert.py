@@ -1918,7 +1918,7 @@ def test_types_and_sizes_that_a_stranger_may_have_written(
         (
             "metadata.jsonl",
             f'{{"file_name": "a.png", "label": {deep}',
-            "no JSON object",
+            "not a JSON object",
         ),
         ("a.csv", f"file,{','.join(map(str, range(4000)))}\na.png\n", "0 is , but"),
     ):
