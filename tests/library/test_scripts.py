@@ -482,7 +482,7 @@ def test_without_a_group(tmp_path: Path) -> None:
     ]
     assert torch.stack(found).tolist() == [label for _, label in data]
     other = torch.optim.SGD(net.parameters(), 0.1)
-    with refusal("states.fitting", "optimizer", "it was AdamW and is SGD"):
+    with refusal("states.fitting", "optimizer", "it was AdamW, now SGD"):
         ddpkit.Checkpoints(tmp_path / "run", net=net, optimizer=other)
 
 

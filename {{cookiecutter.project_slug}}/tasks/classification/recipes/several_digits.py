@@ -20,7 +20,7 @@ rng = random.Random(0)
 folder = Path("data/several_digits")
 for part, count, rows in (("train", 2000, table[:1437]), ("val", 500, table[1437:])):
     (folder / part).mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{part}.csv", "w", newline="") as file:
+    with open(folder / f"{part}.csv", "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["file", "label"])
         for number in range(count):
