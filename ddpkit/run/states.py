@@ -9,7 +9,7 @@ import contextlib
 import copy
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -281,22 +281,21 @@ def load_module(module: nn.Module, saved: State, strict: bool = True) -> None:
     module.load_state_dict(saved, strict=strict)
 
 
-def follow(
-    scheduler: LambdaLR, step: int, saved: State, made: Sequence[object] = ()
-) -> None:
+def follow(scheduler: LambdaLR, step: int, saved: State, made: object = None) -> None:
     """Set a schedule, and the learning rates, to `step`.
 
-    saved: the schedule in a checkpoint, made with these base rates. What has changed them, or the
-    rates, since then still holds, unless flags give others now.
+    saved: the schedule in a checkpoint, of which `made` are the first base rates, if it has them.
+    What has changed these, or the rates, since then still holds, unless flags give others now.
     """
     groups = scheduler.optimizer.param_groups
     rates = [copy.deepcopy(group["lr"]) for group in groups]
     before = {"last_epoch": step - 1, "_step_count": step}
-    if made == scheduler.base_lrs:
+    is_same = made == scheduler.base_lrs
+    if is_same:
         before["base_lrs"] = saved["base_lrs"]
     scheduler.load_state_dict({**scheduler.state_dict(), **before})
     scheduler.step()
-    if scheduler.get_last_lr() == saved.get("_last_lr"):
+    if is_same and scheduler.get_last_lr() == saved["_last_lr"]:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
