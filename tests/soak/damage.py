@@ -71,7 +71,11 @@ def state(chance: random.Random) -> State:
     }
     row = {"epoch": 1, "train_loss": chance.random()}
     row["name"] = "é" * chance.randrange(9)
-    return dict.fromkeys(KEYS, 0) | {
+    plain = {}
+    for name in KEYS:
+        example = checkpoint.EXAMPLES[name]
+        plain[name] = example[0] if isinstance(example, tuple) else example
+    return plain | {
         "format": {},
         "epoch": 1,
         "step": chance.randrange(1000),
