@@ -185,7 +185,7 @@ def test_stopping_one_rank(own: Project, few: Path) -> None:
     at = "dataset.py", FIRST_READ
     with debugging(own, own.flags(few, "runs/debug"), at=at) as debugger:
         assert {rank.frame["name"] for rank in debugger.stopped()} == {"__getitem__"}
-        debugger.set("losses.py", "return cross_entropy(outputs")
+        debugger.set("losses.py", "return cross_entropy(")
         ranks = debugger.go()
         assert {rank.frame["name"] for rank in ranks} == {"cross_entropy"}
         ranks[1].disconnect()
