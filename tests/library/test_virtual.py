@@ -25,8 +25,8 @@ OF_TASK = {
     "classification": "--augment mixup,cutmix,color --freeze-backbone 1",
     "segmentation": "--clip-grad-norm 1 --class-weights auto --augment color",
 }
-# What differs with the number of processes, or by chance
-OF_PROCESSES = {"ranks", "totals", "of_ranks", "args"}
+# What differs with the number of processes, with what is done anew, or by chance
+OF_PROCESSES = {"ranks", "totals", "of_ranks", "args", "variables"}
 OF_SPEED = {"img_per_s", "train_seconds", "data_wait"}
 
 
