@@ -202,6 +202,16 @@ def test_files_of_flags(task: str) -> None:
             assert words in head, f"{path.name}: {words}"
 
 
+def run_script(name: str, folder: Path, *words: str) -> None:
+    """Run a recipe's script in a folder, which may have stand-ins for packages."""
+    subprocess.run(
+        [sys.executable, TEMPLATE / "tasks/classification/recipes" / name, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        check=True,
+    )
+
+
 def test_solar_cells(tmp_path: Path) -> None:
     """A quarter of each wafer and probability is for validation; each cell is in one class."""
     source = tmp_path / "elpv_dataset" / "data"
@@ -214,13 +224,7 @@ def test_solar_cells(tmp_path: Path) -> None:
         (source / name).write_text(f"{wafer} {probability}")
         lines.append(f"{name}  {probability}   {wafer}")
     (source / "labels.csv").write_text("\n".join(lines))
-    script = TEMPLATE / "tasks/classification/recipes/elpv.py"
-    subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        check=True,
-    )
+    run_script("elpv.py", tmp_path)
     written = sorted((tmp_path / "data/elpv").glob("*/*/*.png"))
     assert len({path.name for path in written}) == len(written) == 48
     parts: dict[str, list[str]] = {}
@@ -240,8 +244,7 @@ def test_signs(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         for number in range(48):
             (folder / f"IMG_{number}{digit}.JPG").touch()
-    script = TEMPLATE / "tasks/classification/recipes/signs.py"
-    subprocess.run([sys.executable, script, "clone"], cwd=tmp_path, check=True)
+    run_script("signs.py", tmp_path, "clone")
     found = {
         name: {path.name for path in (tmp_path / "data").glob(f"{name}/*/*")}
         for name in ("signs/train", "signs/val", "signs10/train", "signs10/val")
@@ -271,13 +274,7 @@ def test_several_digits(tmp_path: Path) -> None:
         lines.append(",".join(map(str, [*pixels, digit])))
     with gzip.open(package / "digits.csv.gz", "wt") as file:
         file.write("\n".join(lines))
-    script = TEMPLATE / "tasks/classification/recipes/several_digits.py"
-    subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        check=True,
-    )
+    run_script("several_digits.py", tmp_path)
     data = tmp_path / "data/several_digits"
     counts = {}
     for part, brightness in (("train", 240), ("val", 120)):
