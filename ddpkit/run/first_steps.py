@@ -48,8 +48,8 @@ class FirstSteps:
         self.has_criterion = criterion is not None
         scalers = [part for part in parts.values() if isinstance(part, GradScaler)]
         self.scalers = [each for each in scalers if each.is_enabled()]
-        if not self.scalers:  # which leave out some of an optimizer's steps
-            warnings.filterwarnings("default", "Detected call of `lr_scheduler.step")
+        if self.scalers:  # which skip the first steps of fp16
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         # not the optimizer's own, which one by hand may lack
         self.hooks = [register_optimizer_step_pre_hook(self._check_step)]
         if criterion is not None:

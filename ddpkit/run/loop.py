@@ -166,7 +166,7 @@ class Run(Checkpoints):
         self.val_loader = val_loader
         self.classes = classes
         self.model = model
-        self.trained = trained or model
+        self.trained = model if trained is None else trained
         self.criterion = criterion
         self.optimizer = optimizer
         self.report = report
@@ -616,9 +616,8 @@ class Run(Checkpoints):
             raise UserError(
                 "run.end_epoch in an epoch without a loop over run.steps(train_loader, ddp_model)"
             )
-        is_judged = not self.model.training or self.model in sources.judged
         # Before any collective: another rank may be in one of evaluate().
-        if is_evaluated and not is_judged:
+        if is_evaluated and self.model.training and self.model not in sources.judged:
             raise UserError(
                 f"rank {distributed.rank()} did not evaluate the model of Run(model=...), which is "
                 "saved: evaluate it on all ranks, with ddpkit.eval_batches(loader, model) or after "

@@ -14,6 +14,7 @@ import functools
 import itertools
 import math
 import random
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -293,8 +294,7 @@ class Checkpoints:
             unlabelled = checkpoints.forever(unlabelled_loader)
             images = next(unlabelled)
         """
-        others = sum(isinstance(part, Forever) for part in self.parts.values())
-        number = 1 + others
+        number = 1 + sum(isinstance(part, Forever) for part in self.parts.values())
         read = functools.partial(self.reading.rest, number=number)
         batches = Forever(loader, read)
         self._add(f"{FOREVER}{number}", batches)
@@ -775,7 +775,7 @@ class Checkpoints:
 
 def is_later(name: str) -> bool:
     """Return whether a part of that name is made by `numbers` or `forever`."""
-    return name.startswith((NUMBERS, FOREVER))
+    return name == NUMBERS or re.fullmatch(FOREVER + r"\d+", name) is not None
 
 
 def check_parts(door: str, parts: states.Parts) -> None:

@@ -35,8 +35,6 @@ def configure(
     samples.seed(seed)
     if deterministic:
         samples.be_deterministic()
-    # of GradScaler, which skips the first steps of fp16
-    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
     # of workers, which the start line tells
     warnings.filterwarnings("ignore", "This DataLoader will create")
     # of torch 2.9, on the precision that is set here

@@ -7,6 +7,7 @@ loads moments of other shapes, beyond which fused kernels write.
 
 import contextlib
 import copy
+import warnings
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
@@ -246,8 +247,9 @@ def load_states(
             if then != now:
                 raise ValueError(f"it was {then}, now {now}")
             if by_flags and name == "scheduler":
-                bases = [group.get("initial_lr") for group in made]
-                follow(part, step or 0, state, bases)
+                follow(
+                    part, step or 0, state, [each.get("initial_lr") for each in made]
+                )
             elif isinstance(part, nn.Module):
                 load_module(part, state)
             elif isinstance(part, Optimizer):
@@ -294,7 +296,9 @@ def follow(scheduler: LambdaLR, step: int, saved: State, made: object = None) ->
     if is_same:
         before["base_lrs"] = saved["base_lrs"]
     scheduler.load_state_dict({**scheduler.state_dict(), **before})
-    scheduler.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a step before the optimizer's
+        scheduler.step()
     if is_same and scheduler.get_last_lr() == saved["_last_lr"]:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate

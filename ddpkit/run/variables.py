@@ -10,7 +10,6 @@ import contextlib
 import dis
 import functools
 import inspect
-import io
 import itertools
 import pickle
 import re
@@ -36,7 +35,6 @@ PLAIN = tuple(module_state.PLAIN)
 # What torch has in each optimizer; what else one has, its state_dict may lack
 OF_OPTIMIZERS = "defaults", "param_groups", "state"
 OF_PARTS = "part: "  # as names of these begin
-ADDRESS = "0x[0-9a-fA-F]+"  # in the text of an object
 # Instructions after which the next one does not follow
 ENDING = "RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"
 Checksums = dict[str, int]  # by the name of a variable
@@ -329,8 +327,11 @@ def is_own(kind: type) -> bool:
 
 
 def attributes(value: object) -> dict[str, object]:
-    names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
-    return {name: getattr(value, name, None) for name in names}
+    """Return those of an object or a class, without a call of what only looks like one."""
+    found = dict(getattr(value, "__dict__", {}))
+    for name in getattr(value, "__slots__", ()):
+        found[name] = getattr(value, name, None)
+    return found
 
 
 def short_hash(value: object) -> int:
@@ -357,8 +358,8 @@ def content(value: object, depth: int) -> object:
         return name
     if isinstance(value, types.GeneratorType) and not value.gi_yieldfrom:
         value = value.gi_frame and value.gi_frame.f_locals
-    elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-        # of most nobody sees the place: always another one
+    elif isinstance(value, Iterator) and not hasattr(value, "read"):
+        # no file; of most nobody sees the place: always another one
         return getattr(value, "_num_yielded", time.monotonic_ns())
     elif is_own(kind):
         value = attributes(value)
@@ -371,7 +372,8 @@ def content(value: object, depth: int) -> object:
         if len(items) > 2 * FEW:
             items = items[:FEW] + items[-FEW:]
         return name, len(value), [content(each, depth - 1) for each in items]
-    return re.sub(ADDRESS, "", repr(value)[:MOST_NUMBERS])
+    # without its address
+    return re.sub("0x[0-9a-fA-F]+", "", repr(value)[:MOST_NUMBERS])
 
 
 def sample(tensor: Tensor) -> bytes:
