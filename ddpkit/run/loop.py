@@ -402,7 +402,7 @@ class Run(Checkpoints):
         evaluate: (model, loader, *args) -> results, confusion matrix, and what
             TopLosses.compute() returns.
         """
-        is_new = self.epoch == 0 and self.seen == 0
+        is_new = self.step == 0
         is_known = self.chosen.is_higher is not None
         if self.is_complete or (is_known and not is_new):
             return
@@ -410,7 +410,8 @@ class Run(Checkpoints):
             first = sources.First(self.val_loader)
             results, *_ = evaluate(self.model, first, *args)
             self._choose_score(results)
-            if is_new:
+            # it would read one more image, before a breakpoint in workers is reached
+            if is_new and not distributed.any_debugged():
                 self.report.try_drawing(self.model, self.val_loader)
 
     # The block: after a signal all ranks stop after the same step, save, and exit with 75.

@@ -237,9 +237,12 @@ def test_stopping_a_running_training(own: Project, few: Path) -> None:
 def test_one_process(own: Project, few: Path) -> None:
     """The rank stops, then its loader worker; Disconnect of the worker ends the rank, too."""
     flags = own.flags(few, "runs/debug", "--workers", 1)
-    with debugging(own, flags, at=("main.py", LOOP), name="One process") as debugger:
-        assert debugger.stopped(1)[0].evaluate("rank") == "0"
-        debugger.set("dataset.py", FIRST_READ)
+    at = "dataset.py", FIRST_READ
+    with debugging(own, flags, at=at, name="One process") as debugger:
+        # one to build the network, two of the sanity check
+        assert debugger.stopped(1)[0].evaluate("__name__") == "'dataset'"
+        for _ in range(2):
+            debugger.go(count=1)
         (worker,) = debugger.go(count=1)
         assert worker.threads()[0] == "rank 0, worker 0"
         worker.disconnect()
