@@ -479,6 +479,19 @@ def test_epochs_between_evaluations(edited: Callable[[str], Edited]) -> None:
 
 
 @pytest.mark.parametrize("project", TASKS[:1], indirect=True)
+def test_steps_that_are_not_finite(edited: Callable[[str], Edited]) -> None:
+    """They change no weight, and are not in the mean loss."""
+    skipping = edited("not_finite")
+    main = skipping.folder / "main.py"
+    mean = "world_size / count"
+    bad = f"{mean} * (math.inf if step == 1 else 1)"
+    main.write_text(main.read_text().replace(f"{mean}\n", f"{bad}\n"))
+    skipping.result()
+    (row,) = rows(skipping.out / "whole")
+    assert 0 < float(row["train_loss"]) < 99
+
+
+@pytest.mark.parametrize("project", TASKS[:1], indirect=True)
 def test_regression(edited: Callable[[str], Edited]) -> None:
     numbers = edited("regression")
     assert numbers.result()["mae"] > 0
