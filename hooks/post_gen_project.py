@@ -20,6 +20,8 @@ CONTEXT = json.loads(r""" {{ cookiecutter | tojson }} """)
 
 # Once ddpkit is in the package index: the releases that a project takes, such as ">=3,<4".
 RELEASES = ""
+# as in pyproject.toml, for pip
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def template_version(repository: Path) -> tuple[str, str] | None:
@@ -100,6 +102,10 @@ def write_requirements(lines: list[str]) -> None:
     }
     licence = f"license = {quoted(CONTEXT['license'])}\n"
     changes['license = "MIT"\n'] = "" if CONTEXT["license"] == "none" else licence
+    if CONTEXT["torch"] == "cpu":
+        for package in "torch", "torchvision":  # whose lines name pytorch-cpu
+            changes[f"# {package} ="] = f"{package} ="
+        lines = [f"--extra-index-url {CPU_INDEX}", *lines]
     replace("pyproject.toml", changes)
     before = read("requirements.txt").partition("#")[0]
     replace("requirements.txt", {before: "\n".join([*lines, ""])})

@@ -17,7 +17,7 @@ if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", SLUG):
     # cookiecutter cannot ask again: the answers are given back as a command
     fitting = re.sub(r"[^A-Za-z0-9._-]+", "_", SLUG).strip("._-") or "my_project"
     words = ["cookiecutter", CONTEXT["_template"], "--no-input"]
-    for name in ("project_name", "task", "author", "license"):
+    for name in ("project_name", "task", "author", "license", "torch"):
         words.append(f"{name}={CONTEXT[name]}")
     words.append(f"project_slug={fitting}")
     sys.exit(

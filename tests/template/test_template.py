@@ -119,7 +119,7 @@ def test_no_jinja_in_code_and_nothing_of_this_machine(template: Path) -> None:
 def packages(project: Path) -> list[str]:
     """What pip installs from a project's requirements.txt."""
     lines = (project / "requirements.txt").read_text().splitlines()
-    return [line for line in lines if not line.startswith("#")]
+    return [line for line in lines if line[0] not in "#-"]
 
 
 def metadata(project: Path) -> dict:
@@ -147,13 +147,13 @@ def test_what_is_required() -> None:
     assert (ROOT / "ddpkit/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
-def test_five_questions(generate: Generate, tmp_path: Path) -> None:
+def test_six_questions(generate: Generate, tmp_path: Path) -> None:
     name = 'Été "à" Lyon!'
-    done = generate(tmp_path, input=f"{name}\n\n2\n\n2\n")
+    done = generate(tmp_path, input=f"{name}\n\n2\n\n2\n2\n")
     assert done.returncode == 0, done.stderr
-    words = ["Project name", "Folder name", "Task", "[5/5]"]
+    words = ["Project name", "Folder name", "Task", "[6/6]"]
     words += ["image classification: one", "semantic segmentation: one"]
-    words += ["Author, the copyright holder", "Licence"]
+    words += ["Author, the copyright holder", "Licence", "PyTorch build"]
     assert not [text for text in words if text not in done.stdout]
     project = tmp_path / "ete_a_lyon"
     assert (project / "README.md").read_text().startswith(f"# {name}\n")
@@ -164,6 +164,14 @@ def test_five_questions(generate: Generate, tmp_path: Path) -> None:
     assert known["authors"] == [{"name": f"{name} authors"}]
     assert known["license"] == "Apache-2.0"
     assert "Apache License" in (project / "LICENSE").read_text()
+    cpu = "https://download.pytorch.org/whl/cpu"
+    pip = (project / "requirements.txt").read_text().splitlines()
+    assert pip[0] == f"--extra-index-url {cpu}"
+    uv = metadata(project)["tool"]["uv"]
+    assert uv["sources"] == {
+        name: {"index": "pytorch-cpu"} for name in ("torch", "torchvision")
+    }
+    assert {"name": "pytorch-cpu", "url": cpu, "explicit": True} in uv["index"]
     check_packages(project)
 
 
@@ -203,7 +211,7 @@ def test_a_wrong_answer(
         assert words[0] == "cookiecutter"
         assert words[1:2] + words[3:] == [
             *(str(template), "project_name=My DDP Project", "task=classification"),
-            *("author=My DDP Project authors", "license=MIT"),
+            *("author=My DDP Project authors", "license=MIT", "torch=default"),
             "project_slug=quote_-dash",
         ]
 
