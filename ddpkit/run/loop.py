@@ -325,10 +325,16 @@ class Run(Checkpoints):
         """Read this one from here on; a run that resumes with others starts its epoch over."""
         if loader is not self.train_loader:
             agreement.check_alike(self.classes, training=loader)
+            steps = self.source.steps
             self.source = sources.find_source(
                 loader, self.val_loader, self.accumulate, self.seed
             )
             self.train_loader = loader
+            if steps != self.source.steps:
+                distributed.print0(
+                    f"this loader has {self.source.steps} steps per epoch, the one before "
+                    f"{steps}: a learning-rate schedule over all steps ends earlier or later"
+                )
         place = self._place()
         if self.seen and self.step == self.first_step:  # it goes on in this epoch
             self._compare_places(place)
@@ -402,7 +408,7 @@ class Run(Checkpoints):
         evaluate: (model, loader, *args) -> results, confusion matrix, and what
             TopLosses.compute() returns.
         """
-        is_new = self.step == 0
+        is_new = not self.step
         is_known = self.chosen.is_higher is not None
         if self.is_complete or (is_known and not is_new):
             return
@@ -648,14 +654,11 @@ class Run(Checkpoints):
         """Return rank 0's row; say which numbers are others on other ranks."""
         rows = distributed.gather_objects(row)
         for name, value in rows[0].items():
-            found = [each.get(name) for each in rows]
-            if len(set(map(str, found))) > 1:
-                values = ", ".join(
-                    f"{each:.6g}" if each else str(each) for each in found
-                )
+            found = [str(each.get(name)) for each in rows]
+            if len(set(found)) > 1:
                 distributed.print0(
-                    f"warning: {name} differs between ranks ({values}): reduce it over the ranks, "
-                    f"as evaluate() in main.py does; metrics.csv gets rank 0's, {value:.6g}"
+                    f"warning: {name} differs between ranks ({', '.join(found)}): reduce "
+                    f"it over the ranks, as evaluate() in main.py does; metrics.csv gets {value}"
                 )
         return rows[0]
 

@@ -122,7 +122,8 @@ def train(out: Path, dies_after: int = 0) -> tuple[Any, list, ddpkit.Run]:
                 assert not net.training
             numbers.modes.append([net.training, net[2].training])
             rank = distributed.rank()
-            run.end_epoch({**means, "val_loss": 1.0 - 0.1 * epoch, "mine": rank})
+            own = {"mine": rank, "name": f"rank {rank}"}
+            run.end_epoch({**means, "val_loss": 1.0 - 0.1 * epoch, **own})
     return numbers, [net.state_dict(), criterion.state_dict(), run.history], run
 
 
@@ -147,7 +148,10 @@ def test_what_a_run_keeps(tmp_path: Path) -> None:
         assert row["mine"] == 0
     assert math.isnan(whole[2][0]["lost"])
     if not distributed.rank():
-        assert said.getvalue().count("mine differs between ranks (0, 1)") == EPOCHS
+        for differs in "mine differs between ranks (0, 1)", "gets rank 0\n":
+            assert said.getvalue().count(differs) == EPOCHS
+        line = f"this loader has {steps[1]} steps per epoch, the one before {steps[0]}"
+        assert line in said.getvalue()
     for dies_after in 2, steps[0] + 1:
         with contextlib.redirect_stdout(said), contextlib.suppress(Killed):
             train(tmp_path / "resumed", dies_after)
