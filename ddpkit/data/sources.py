@@ -133,7 +133,7 @@ def check_formats(train_loader: object, val_loader: object) -> None:
 
 
 def say_floats(batch: object, val_loader: object) -> None:
-    """Say a line if images of training are floats, and those of validation uint8.
+    """Print a line if images of training are floats, and those of validation uint8.
 
     batch: of training, as its loader gives it.
     """

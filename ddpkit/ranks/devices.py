@@ -62,7 +62,7 @@ def pick() -> tuple[torch.device, dict]:
     The numbers of a node's ranks go round the GPUs that each of them sees: all of the node, or, as
     with srun --gpus-per-task=1, one that is its own.
     """
-    # What torch says of the driver is said by _why_unused.
+    # _why_unused reports what torch says of the driver.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         device = kind()
@@ -80,7 +80,7 @@ def pick() -> tuple[torch.device, dict]:
         note["mistake"] = _why_unused()
     try:
         note["gpu"] = _name(device)
-    except Exception as error:  # a broken GPU: `check` says it on all nodes
+    except Exception as error:  # a broken GPU: `check` reports it on all nodes
         reason = str(error).partition("\n")[0]
         note["mistake"] = f"{device} cannot be used ({reason})"
     return device, note
@@ -190,7 +190,7 @@ def address(host: str) -> str:
 
 
 def choose_network(notes: Sequence[dict]) -> None:
-    """Have gloo use the network on which the ranks have met, if this host's name does not say it.
+    """Have gloo use the network on which the ranks have met, if this host's name does not tell.
 
     On Debian a host's name is 127.0.1.1, which no other node reaches. What people set has priority.
     """

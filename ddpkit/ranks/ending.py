@@ -68,7 +68,7 @@ def is_first(status: int) -> bool:
 
 
 def _note_first(first: str) -> None:
-    """Take the status from the value of ERROR; say it once on each other node."""
+    """Take the status from the value of ERROR; report it once on each other node."""
     global _first_status
     rank, status, _, node = first.split()
     is_news = not _first_status and node != environment.node()

@@ -133,7 +133,7 @@ def here(expression: str = "") -> Position:
 
 
 def answer() -> None:
-    """Say where this rank is if another has asked."""
+    """Report where this rank is if another has asked."""
     store = distributed.store()
     while store.check([ASKED.format(Asking.answered + 1)]):
         Asking.answered += 1

@@ -226,7 +226,7 @@ _lateness = Lateness()
 
 
 def follow_others() -> None:
-    """End this rank once another has failed; say where it is if one or a person asks."""
+    """End this rank once another has failed; report where it is if one or a person asks."""
     if not distributed.has_met():
         return
     try:

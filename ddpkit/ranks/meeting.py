@@ -1,4 +1,4 @@
-"""Where ranks meet: one store, and in it a note of each. Who is missing, or there twice, is said.
+"""Where ranks meet: one store with a note of each. Reports who is missing, or there twice.
 
 Ranks of one node have a file that only its owner can open, and that outlives a launcher. Of several
 nodes rank 0 holds a store at MASTER_ADDR:MASTER_PORT, which obeys whoever reaches it; torchrun may
@@ -28,7 +28,7 @@ LIBUV = sys.platform != "win32"  # torch is built without it there
 
 
 def ticks(seconds: float) -> Iterator[bool]:
-    """Yield, again and again for so long, whether it is time to say for what one waits."""
+    """Yield, again and again for so long, whether it is time to report what it waits for."""
     start = time.monotonic()
     notice = min(protocol.NOTICE_SECONDS, seconds / 2)
     waited = 0.0
@@ -114,7 +114,7 @@ def _hold(port: int, is_local: bool, timeout: timedelta) -> dist.Store:
 
 
 def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:
-    """Return the store of another process, once somebody answers there; say it if nobody does."""
+    """Return the store of another process, once somebody answers there; report if nobody does."""
     seconds = timeout.total_seconds()
     line = ""
     for is_due in ticks(seconds):
@@ -179,7 +179,7 @@ def _leave_note(store: dist.Store, rank: int, size: int, note: dict) -> str:
 
 def _await_notes(store: dist.Store, rank: int, keys: list[str], seconds: float) -> str:
     """Wait for the notes of all, and on other ranks for rank 0; return who is missing."""
-    # Rank 0 gives up first: it says who is missing, if it is not rank 0.
+    # Rank 0 gives up first: it reports who is missing, if it is not rank 0.
     for is_due in ticks(seconds if rank == 0 else seconds + 2):
         if store.check(["met"]) or (rank == 0 and store.check(keys)):
             return ""

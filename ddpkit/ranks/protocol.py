@@ -10,7 +10,7 @@
           ERROR: the first rank that fails leaves it -> the others exit silently with its status
           a collective of GPUs that takes --dist-timeout -> ERROR
           ASKED: a rank asks where all are, for itself or a person -> this one leaves its ANSWER
-          a loader worker that has died, if the main thread does not say it -> ERROR, as that would
+          a loader worker that has died, if the main thread does not report it -> ERROR, as that would
           a main thread without progress -> asks; who has asked prints one block
           a signal -> writes STOP; STOP -> this rank's STEP; all go on to the latest step,
           save, and exit with STOPPED
@@ -52,7 +52,7 @@ GRACE_SECONDS = 100  # the same under our launcher, which kills them after
 STOP_SECONDS = 120
 # for torch's watchdog of GPUs to come after our end at --dist-timeout
 LATE_SECONDS = 60
-# then it is said for whom one waits; for ranks to end after a failure
+# then a line names what is waited for; for ranks to end after a failure
 NOTICE_SECONDS = 30
 
 # Keys in the group's store: what is there (who writes it; who reads it)

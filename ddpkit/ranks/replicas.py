@@ -238,7 +238,7 @@ def check_slopes(
 ) -> None:
     """Raise a UserError if the gradients of a step are of no mean over the labels of all ranks.
 
-    What may be a part of it, by a weight of the owner's, is said in a line.
+    What may be a part of it, by a weight of the owner's, is a warning.
 
     slopes: the gradients that arrived at the criterion's sums, each with its batch's number of
     labels. count: of labels, of all `passes` and `ranks`. scale: a GradScaler's.

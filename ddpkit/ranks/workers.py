@@ -1,4 +1,4 @@
-"""Loader workers on Linux, forks of their rank: it says what they lack, and why they have ended.
+"""Loader workers on Linux, forks of their rank: it reports what they lack, and why they ended.
 
 What they ask of the system (threads, files, shared memory) mostly fails in threads of torch and of
 multiprocessing, whose errors nobody sees: the rank would wait for a batch that does not come.
@@ -121,7 +121,7 @@ def on_thread_error(failure: threading.ExceptHookArgs) -> None:
 
 
 def fail(error: BaseException) -> None:
-    """End this worker, and let its rank say why; or say it and end this rank."""
+    """End this worker, and let its rank report why; or report it and end this rank."""
     if isinstance(error, EOFError | ConnectionError):
         return  # the other side has ended: why, is what matters
     line = lacking(error)

@@ -15,7 +15,7 @@ from ddpkit.run import states
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.unsaved import with_inner
 
-MOST_VOID = 0.7  # of a mask's pixels; more is said
+MOST_VOID = 0.7  # of a mask's pixels; more prints a line
 
 
 class FirstSteps:
@@ -59,7 +59,7 @@ class FirstSteps:
     def judge_step(
         self, losses: Sequence[Tensor | float], count: Tensor | float
     ) -> None:
-        """Raise a UserError, or say a line, if the step is wrong.
+        """Raise a UserError, or print a line, if the step is wrong.
 
         losses: of this rank's batches. count: of labels of all ranks.
         """
@@ -145,7 +145,7 @@ class FirstSteps:
 
 
 def say_void(targets: Sequence[Tensor]) -> None:
-    """Say a line if most pixels of some masks, (..., H, W) as training has them, are void."""
+    """Print a line if most pixels of some masks, (..., H, W) as training has them, are void."""
     total = sum(each.numel() for each in targets)
     void = sum(int((each == VOID).sum()) for each in targets)
     if void > MOST_VOID * total:

@@ -306,6 +306,6 @@ def read_newest(paths: Sequence[Path], read: Read) -> State:
 
 
 def set_aside(reason: str, path: Path, name: str, more: str = "") -> None:
-    """Rename a file, and say why; an earlier one of that name is replaced."""
+    """Rename a file, and report why; an earlier one of that name is replaced."""
     files.move(path, path.with_name(name))
     distributed.print0(f"{reason}; renamed to {name}{more}")

@@ -346,7 +346,7 @@ class Run(Checkpoints):
         self.place = place
 
     def _compare_places(self, now: State) -> None:
-        """Say how the batches differ from those of a checkpoint; go to the epoch's start."""
+        """Report how the batches differ from those of a checkpoint; go to the epoch's start."""
         then = self.place
         sizes = "--batch-size x ranks x --accumulate", "--lr"
         say_batches(then["global_batch"], now["global_batch"], *sizes)
@@ -614,7 +614,7 @@ class Run(Checkpoints):
     ) -> bool:
         """Record a finished epoch, its numbers by name, and save; return whether it is the best.
 
-        The numbers are rank 0's; a line says which differ between ranks. What is stepped after it,
+        The numbers are rank 0's; a warning names those that differ between ranks. What is stepped after it,
         such as a scheduler, is saved, too, when `steps` is called, or the `with` block ends.
 
         is_evaluated: False for an epoch without a score, of those between two evaluations.
@@ -651,7 +651,7 @@ class Run(Checkpoints):
         return is_best
 
     def _agreed(self, row: Row) -> Row:
-        """Return rank 0's row; say which numbers are others on other ranks."""
+        """Return rank 0's row; warn of numbers that differ on other ranks."""
         rows = distributed.gather_objects(row)
         for name, value in rows[0].items():
             found = [str(each.get(name)) for each in rows]

@@ -173,7 +173,7 @@ def progress_line(state: State, steps: int, of_epochs: str = "epochs") -> str:
 
 
 def say_batches(then: int, now: int, sizes: str, rate: str) -> None:
-    """Say a line if a run goes on with another global batch; 0 then: there was none.
+    """Print a line if a run continues with another global batch; 0 then: there was none.
 
     sizes, rate: what the caller calls its factors, and the learning rate.
     """

@@ -513,7 +513,7 @@ class Checkpoints:
     def _keep_changes(self) -> None:
         """Save again if parts were changed after an epoch was saved; to call on all ranks.
 
-        What is changed before the first steps, by each start anew, is none: a line says so.
+        What is changed before the first steps, by each start anew, is none, but gives a warning.
         """
         then = self.saved_sums
         self.saved_sums = {}
@@ -705,7 +705,7 @@ class Checkpoints:
         return mine
 
     def _compare_names(self, path: str, then: Iterable[str]) -> None:
-        """Raise a UserError if a part may have been renamed; say which are no parts any more."""
+        """Raise a UserError if a part may have been renamed; report which are no parts any more."""
         left = sorted(set(then) - self.parts.keys())
         new = sorted(self.parts.keys() - set(then))
         if left and new:

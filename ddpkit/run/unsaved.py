@@ -17,7 +17,7 @@ from ddpkit.run import states
 
 
 class Unsaved:
-    """Says what training changes and is not among the parts, and so in no checkpoint; each once.
+    """Reports what training changes and is not among the parts, and so in no checkpoint; each once.
 
     door: the class that is given the parts. parts: by name; others may come. stepped: the
         optimizers that have taken a step; others may come.
@@ -39,7 +39,7 @@ class Unsaved:
         self.at_start = states.checksums(other_networks(self.parts))
 
     def say_networks(self) -> None:
-        """Say after a few steps which of them have changed, as the one of a mean teacher."""
+        """Report after a few steps which of them have changed, as the one of a mean teacher."""
         changed = self._changed_networks()
         if changed:
             gc.collect()  # those of an earlier run in this process
@@ -67,7 +67,7 @@ class Unsaved:
         return changed
 
     def say_optimizers(self) -> None:
-        """Say which have stepped, when there are new ones; and schedulers of all that train."""
+        """Report which have stepped, when there are new ones; and schedulers of all that train."""
         if self.looked_at == len(self.stepped):
             return
         self.looked_at = len(self.stepped)

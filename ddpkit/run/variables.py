@@ -58,7 +58,7 @@ class LoopVariables:
     def begin_epoch(
         self, run: object, epoch: int, parts: states.Parts, is_within: bool
     ) -> None:
-        """Note the variables; say which begin anew, or have changed from epoch to epoch.
+        """Note the variables; report which begin anew, or have changed from epoch to epoch.
 
         To call as its loop over steps begins. run: which one of the variables is. parts: what is
         in checkpoints. is_within: the epoch goes on where it was stopped.

@@ -191,11 +191,21 @@ def test_licenses(generate: Generate, tmp_path: Path) -> None:
     assert (project / "ddpkit" / "LICENSE").read_text() == text
 
 
+# Of folder names that not every system takes: what is suggested
+FITTING = {
+    "quote'\"; -dash": "quote_-dash",
+    "v1.0.": "v1.0",
+    "CON": "my_CON",
+    "nul.d": "my_nul.d",
+}
+
+
 @pytest.mark.parametrize(
     "answer",
     [
-        *("project_slug=quote'\"; -dash", "task=detection", "license=GPL"),
-        *("project_name=", "author= "),
+        *(f"project_slug={slug}" for slug in FITTING),
+        *("task=detection", "license=GPL"),
+        *("project_name=", "author= ", "author=two\nlines"),
     ],
 )
 def test_a_wrong_answer(
@@ -212,7 +222,7 @@ def test_a_wrong_answer(
         assert words[1:2] + words[3:] == [
             *(str(template), "project_name=My DDP Project", "task=classification"),
             *("author=My DDP Project authors", "license=MIT", "torch=default"),
-            "project_slug=quote_-dash",
+            f"project_slug={FITTING[answer.partition('=')[2]]}",
         ]
 
 
