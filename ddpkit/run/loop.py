@@ -614,8 +614,9 @@ class Run(Checkpoints):
     ) -> bool:
         """Record a finished epoch, its numbers by name, and save; return whether it is the best.
 
-        The numbers are rank 0's; a warning names those that differ between ranks. What is stepped after it,
-        such as a scheduler, is saved, too, when `steps` is called, or the `with` block ends.
+        The numbers are rank 0's; a warning names those that differ between ranks. What is stepped
+        after it, such as a scheduler, is saved, too, when `steps` is called, or the `with` block
+        ends.
 
         is_evaluated: False for an epoch without a score, of those between two evaluations.
         """

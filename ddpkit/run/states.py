@@ -263,7 +263,7 @@ def load_states(
 
 @contextlib.contextmanager
 def fitting(path: str, what: str, remedy: str) -> Iterator[None]:
-    """Report in one line that a state in the checkpoint at `path` is not of `what` it is loaded to."""
+    """Report in one line that a state in the checkpoint at `path` does not fit `what` it is for."""
     try:
         yield
     except MISFITS as error:
