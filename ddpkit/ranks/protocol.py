@@ -10,7 +10,7 @@
           ERROR: the first rank that fails leaves it -> the others exit silently with its status
           a collective of GPUs that takes --dist-timeout -> ERROR
           ASKED: a rank asks where all are, for itself or a person -> this one leaves its ANSWER
-          a loader worker that has died, if the main thread has not reported it -> ERROR, as it would
+          a loader worker that has died, unless the main thread reports it -> ERROR, as it would
           a main thread without progress -> asks; who has asked prints one block
           a signal -> writes STOP; STOP -> this rank's STEP; all go on to the latest step,
           save, and exit with STOPPED
