@@ -277,8 +277,11 @@ def test_diffs_of_a_task(
     if name == "hugging_face":
         one.data = Path("hf:any")
     flags = {"network": ["--arch", "mine"]}
-    if project.task == "segmentation":
-        flags["loss"] = ["--loss", "ce+tversky"]
+    of_loss = {
+        TASKS[0]: ["--class-weights", "auto"],
+        TASKS[1]: ["--loss", "ce+tversky"],
+    }
+    flags["loss"] = of_loss[project.task]
     found = one.result(*flags.get(name, []))
     assert {TASKS[0]: "top1", TASKS[1]: "miou"}[project.task] in found
 
