@@ -99,7 +99,8 @@ class OtherSource:
         except TypeError:
             raise UserError(
                 f"the training loader, a {type(loader).__name__}, has no length: give its dataset "
-                "one; the loop is for step, batches in run.steps(train_loader, ddp_model)"
+                "one, on several ranks also num_replicas and rank; the loop is for step, batches "
+                "in run.steps(train_loader, ddp_model)"
             ) from None
         check_share(loader, "train")
         self.passes = accumulate  # of a step, on this rank
@@ -159,11 +160,13 @@ def check_share(loader: object, use: str) -> None:
             )
         is_known = is_known or use == "train" or each is dataset
     if not is_known:
-        remedy = " or a DistributedSampler" if use == "train" else ""
+        remedy = (
+            " (sample_weights=...) or a DistributedSampler" if use == "train" else ""
+        )
         raise UserError(
             f"unknown which samples of the {use} loader belong to this rank: use "
             f"ddpkit.{use}_loader(...){remedy}; if each rank has its own samples, give the dataset "
-            "num_replicas and rank, as a DistributedSampler has"
+            "or sampler num_replicas and rank, as a DistributedSampler has"
         )
 
 

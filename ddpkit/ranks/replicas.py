@@ -180,7 +180,8 @@ def check_same(
     if name:
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not model; after unfreezing "
-            "weights wrap the model in DDP again; and change weights in the same way on all ranks"
+            "weights wrap the model in DDP again; also wrap a second module with weights; change "
+            "weights in the same way on all ranks (run.common draws the same numbers)"
         )
 
 

@@ -69,13 +69,13 @@ def modules() -> dict[str, ModuleType]:
     root = process.project()
     found = {}
     for module in list(sys.modules.values()):
-        path = own_path(root, module)
+        path = own_path(root, getattr(module, "__file__", None))
         if path:
             found[path] = module
     return found
 
 
-def own_path(root: Path, module: ModuleType | None) -> str:
-    """Return the path of a module of the project in `root`; of others, and of ddpkit, nothing."""
-    path = process.within(root, str(getattr(module, "__file__", None) or ""))
+def own_path(root: Path, file: str | None) -> str:
+    """Return the path within the project in `root` of a file of it; of ddpkit's, none."""
+    path = process.within(root, file or "")
     return "" if path.startswith(f"ddpkit{os.sep}") else path

@@ -52,9 +52,9 @@ class Criterion(nn.Module):
         self.loss = loss  # last: what is set after it may be an attribute of the loss
         if self.kind not in (SUM, MEAN):
             raise UserError(
-                f'the loss in model.py has reduction="{self.kind}": pass ddpkit.Criterion(..., '
-                'reduction="mean"), or "sum", if it returns that over the labels; otherwise return '
-                "a sum and define count(targets), the number to divide it by"
+                f'the loss in model.py has reduction="{self.kind}", not "mean" or "sum": pass '
+                'ddpkit.Criterion(..., reduction="mean"), or "sum", if it returns that over the '
+                "labels; otherwise return a sum, and define count(targets) to divide it by"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:

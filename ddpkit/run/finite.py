@@ -14,13 +14,12 @@ from ddpkit.run.resuming import Checkpoints
 
 
 def check_weights(model: nn.Module, run: Checkpoints) -> None:
-    """Raise a UserError unless all weights are finite; to call on all ranks; one device read."""
+    """Raise a UserError unless all weights are finite; one device read."""
     weights = dict(model.named_parameters())
     device = next(model.parameters()).device
     each = [weight.isfinite().all().to(device) for weight in weights.values()]
-    of_ranks = distributed.gather_objects(torch.stack(each).tolist())
-    for name, *are_finite in zip(weights, *of_ranks, strict=True):
-        if not all(are_finite):
+    for name, is_finite in zip(weights, torch.stack(each).tolist(), strict=True):
+        if not is_finite:
             raise not_finite(name, distributed.rank(), run)
 
 

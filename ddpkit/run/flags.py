@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,26 +19,6 @@ DEBUG_PORT = 5678  # of rank 0, which awaits a debugger there
 ALL_RANKS = -1  # in place of a list
 SCALAR = (str, int, float, Path)
 
-# What there is here: by what name or value in other programs
-ELSEWHERE = {
-    "--encoder": "--backbone",
-    "--arch": "--model --net --network --backbone",
-    "--lr": "--learning-rate --rate",
-    "--batch-size": "--batch --bs",
-    "--image-size": "--imgsz --size --resolution",
-    "--output-dir": "--out --name --project --save-dir",
-    "--weights": "--pretrained",
-    "--weight-decay": "--wd",
-    "--resume": "--checkpoint --ckpt",
-    "--eval-only": "--eval --evaluate --test --val --validate",
-    "--amp": "--fp16 --bf16 --half --precision",
-    "@FILE reads flags from a file, such as --epochs 5": "--config --config-file --cfg --opts",
-    "./launch.sh takes all GPUs, CUDA_VISIBLE_DEVICES=0,1 ./launch.sh some of them, "
-    "CUDA_VISIBLE_DEVICES= ./launch.sh the CPU, NPROC=2 ./launch.sh so many processes": "--gpu "
-    "--gpus --num-gpus --device --devices --nproc --nproc-per-node",
-    "TensorBoard's files are always written": "tensorboard",
-    "images are mirrored unless --hflip is 0": "flip hflip fliplr mirror",
-}
 # Those of which a run is not another one
 OF_A_START = ("resume", "eval_only", "json", "local_rank", "dist_timeout", "debug")
 
@@ -184,8 +164,7 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, word: str) -> str:
         known = self._option_string_actions
         flag = f"--{word.lstrip('-')}"
-        near = elsewhere(flag, known)
-        near = near or suggest(flag, [flag] if flag in known else known)
+        near = suggest(flag, [flag] if flag in known else known)
         if word[:1] != "-" and "--data" in known and os.path.exists(word):
             return f": not a flag; did you mean --data {word}?"
         if word[:1] != "-" and not near:
@@ -219,18 +198,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # what argparse says, with what to type instead
         what, _, rest = message.partition("arguments: ")
-        choice = re.search("invalid choice: '(.*?)'", message)
-        bare = re.fullmatch(r"argument (--[\w-]+).*: expected one argument", message)
         if what == "unrecognized ":
             words = [re.split("[=:]", word)[0] for word in rest.split()]
             unknown = [word for word in words if word[:1] == "-"] or words[:1]
             message = "; ".join(word + self._hint(word) for word in unknown)
-        elif choice:
-            message += elsewhere(choice[1])
-        elif bare:
-            action = self._option_string_actions[bare[1]]
-            values = action.metavar or "|".join(action.choices or ["VALUE"])
-            message = f"{bare[1]} needs a value: {bare[1]} {values}"
         message = message.removeprefix("argument ")
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
 
@@ -255,17 +226,6 @@ def is_reread(action: argparse.Action) -> bool:
     is_known |= getattr(action.type, "__module__", "") == __name__
     is_one = action.nargs in (None, "?") and isinstance(action, argparse._StoreAction)
     return is_known and is_one
-
-
-def elsewhere(word: str, known: Container[str] = ()) -> str:
-    """Return what there is here, of the `known` flags or else, for another program's `word`."""
-    for here, words in ELSEWHERE.items():
-        if word in words.split():
-            if here in known:
-                return f"; did you mean {here}?"
-            if here[:2] != "--":
-                return f"; {here}"
-    return ""
 
 
 def at_home(text: Any) -> Any:

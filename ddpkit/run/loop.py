@@ -658,8 +658,9 @@ class Run(Checkpoints):
             found = [str(each.get(name)) for each in rows]
             if len(set(found)) > 1:
                 distributed.print0(
-                    f"warning: {name} differs between ranks ({', '.join(found)}): reduce "
-                    f"it over the ranks, as evaluate() in main.py does; metrics.csv gets {value}"
+                    f"warning: {name} differs between ranks ({', '.join(found)}): reduce it over "
+                    "the ranks, as evaluate() in main.py does, or pass it to run.end_step as "
+                    f"name=(sum, count); metrics.csv gets {value}"
                 )
         return rows[0]
 

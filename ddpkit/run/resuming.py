@@ -256,7 +256,6 @@ class Checkpoints:
             with states.fitting(state["path"], "this script", TO_UNDO):
                 self._load(state)
         self.variables.saved = state.get("variables", {})
-        self.trainable_then: int = state.get("trainable", 0)
         folder.open_for_training([*self.parts, "parts"])
         states.fill_momenta(self.parts)
         self.first_epoch = self.epoch  # of this process
@@ -389,7 +388,6 @@ class Checkpoints:
         self._load_buffers()
         self._find_virtual(networks, virtual_ranks)
         if self.step == self.first_step:
-            self._say_frozen()
             self.unsaved.note_networks()
         with self._in_loop():
             rest = begin()
@@ -496,19 +494,6 @@ class Checkpoints:
                 self.phase = after
             # what is drawn after the steps
             samples.seed(self.seed, self.epoch, self.share_outside, 1, 0)
-
-    def _say_frozen(self) -> None:
-        now = self._trainable()
-        if self.trainable_then not in (0, now):
-            distributed.print0(
-                f"warning: {self.trainable_then} weights were trained when this run was stopped, "
-                f"{now} now: what freezes or unfreezes some in an epoch has to do so when the run "
-                "resumes in a later one, too (epoch >= N, not ==)"
-            )
-
-    def _trainable(self) -> int:
-        """Return how many weights of the networks are not frozen."""
-        return sum(weight.requires_grad for weight in states.names_of(self.parts))
 
     def _keep_changes(self) -> None:
         """Save again if parts were changed after an epoch was saved; to call on all ranks.
@@ -643,7 +628,6 @@ class Checkpoints:
             "done": self.done,
             "step": self.step,
             "is_inside": is_inside,
-            "trainable": self._trainable(),
             "global_batch": self.global_batch,
             "best": self.best_score,
             "variables": self.variables.changes(self, self.parts, not self.done),
@@ -677,7 +661,7 @@ class Checkpoints:
             return ""
         where = "after its last step" if done == steps else f"at step {done + 1}"
         return (
-            f"; resuming {where}; loop variables and counts of enumerate start over, except "
+            f"; resuming {where}; loop variables, enumerate and zip start over, except "
             f"{self.name}.numbers(...)"
         )
 

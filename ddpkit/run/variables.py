@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import pickle
+import queue
 import re
 import sys
 import time
@@ -31,10 +32,15 @@ FEW = 100  # items of a list, at each end, and of a dict, that are looked at
 MOST_NUMBERS = 4096  # of a tensor that are
 DEPTH = 5  # of lists in lists, and of objects in objects
 A_DAY = 86400  # seconds
+BEGAN = time.perf_counter()
 PLAIN = tuple(module_state.PLAIN)
+COLLECTIONS = Mapping, set, frozenset, list, tuple, collections.deque
 # What torch has in each optimizer; what else one has, its state_dict may lack
 OF_OPTIMIZERS = "defaults", "param_groups", "state"
 OF_PARTS = "part: "  # as names of these begin
+OF_METRICS = (
+    " (metric)"  # as names of these end; each epoch may begin with what is left in them
+)
 # Instructions after which the next one does not follow
 ENDING = "RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"
 Checksums = dict[str, int]  # by the name of a variable
@@ -84,9 +90,10 @@ class LoopVariables:
         for name, (first, start, saved) in self.saved.items():
             self.first[name] = first
             now = self.at_start.get(name, saved)
-            # What follows the epoch has another value than in the first.
-            is_first = now == first != start
-            if now != saved and (is_first or (is_within and saved != start)):
+            # What follows the epoch has another value than in the first. Within an epoch what its
+            # start has worked out, as of the weights, is another one now.
+            is_other = is_within and (start != saved or not name.endswith(OF_METRICS))
+            if now != saved and (is_other or now == first != start):
                 anew.append(name)
         self.saved = {}
         self._say(anew, "not restored: the results differ from an uninterrupted run's")
@@ -115,7 +122,8 @@ class LoopVariables:
             f"warning: {', '.join(plain)} {what}; variables are not saved: use {self.name}"
             ".numbers(NAME=...) for numbers, lists and tensors, "
             f"{self.name}.forever(loader) for next(it), {self.name}.common for random numbers, "
-            f"{self.name.capitalize()}(NAME=...) for what has a state_dict, and epoch >= N, not =="
+            f"{self.name.capitalize()}(NAME=...) for what has a state_dict, "
+            "self.register_buffer(...) in a module, and epoch >= N, not =="
         )
 
     def changes(
@@ -167,9 +175,15 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
                     known.add(id(value))
                 # metrics begin anew with each epoch
                 for attribute, each in parts_of(value, reader != "next epoch"):
-                    if not (attribute and is_mutable(each) and id(each) in known):
+                    if attribute and is_mutable(each) and id(each) in known:
+                        continue
+                    # of a function here, a variable of this one, which is looked at itself
+                    if not (callable(value) and variables.get(attribute[1:]) is each):
                         found[function + name + attribute] = short_hash(each)
     for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            trained = sum(weight.requires_grad for weight in part.parameters())
+            found[f"{OF_PARTS}{name}.requires_grad"] = short_hash(trained)
         if isinstance(part, Optimizer):
             for key, each in vars(part).items():
                 if key not in OF_OPTIMIZERS and key[0] != "_":
@@ -200,8 +214,9 @@ def scopes(run: object, reader: str) -> Iterator[tuple[str, dict, set[str]]]:
 
 
 def functions(run: object) -> Iterator[tuple[str, types.FrameType]]:
-    """Yield the script's functions that are being called, the outermost that has `run` first.
+    """Yield the script's functions that are being called, the outermost first.
 
+    That is the outermost of the project's, or that has `run`, which may be in an object or a dict.
     With what the names of their variables begin with, nothing for that one.
     """
     frames: list[types.FrameType] = []
@@ -209,7 +224,8 @@ def functions(run: object) -> Iterator[tuple[str, types.FrameType]]:
     of_script = 0
     while frame:
         frames.append(frame)
-        if any(value is run for value in variables_of(frame).values()):
+        is_own = agreement.own_path(process.project(), frame.f_code.co_filename)
+        if is_own or any(value is run for value in variables_of(frame).values()):
             of_script = len(frames)
         frame = frame.f_back
     prefix = ""
@@ -286,7 +302,7 @@ def names_in(code: types.CodeType) -> set[str]:
     found: set[str] = set()
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            found |= {*each.co_names, *names_in(each)}
+            found |= {*each.co_names, *each.co_freevars, *names_in(each)}
     return found
 
 
@@ -295,17 +311,23 @@ def parts_of(value: object, has_metrics: bool) -> Iterator[tuple[str, object]]:
     if isinstance(value, nn.Module):
         for path, module in value.named_modules():
             inner = f".{path}" * bool(path)
-            own = module_state.attributes(vars(module))
             if states.is_metric(module):
-                own = {}
                 if has_metrics:
-                    yield inner, module.metric_state
+                    yield inner + OF_METRICS, module.metric_state
+                continue
+            own = module_state.attributes(vars(module))
+            for name in module._non_persistent_buffers_set:
+                own[name] = module._buffers[name]
+            hooks = module._forward_pre_hooks | module._forward_hooks
+            own["hooks"] = [each for each in hooks.values() if is_own(kind_of(each))]
             for name, each in own.items():
                 yield f"{inner}.{name}", each
-    elif is_own(kind_of(value)):
+        return
+    has_attributes = is_own(kind_of(value))
+    if has_attributes:
         for name, each in attributes(value).items():
             yield f".{name}", each
-    else:
+    if not has_attributes or isinstance(value, COLLECTIONS):
         yield "", value
 
 
@@ -313,24 +335,30 @@ def is_mutable(value: object) -> bool:
     return not isinstance(value, PLAIN)
 
 
-def kind_of(value: object) -> type:
-    """Return the class of an object; of a class itself, which may have attributes that change."""
-    return value if isinstance(value, type) else type(value)
+def kind_of(value: object) -> type | types.FunctionType:
+    """Return the class of an object; a class or a function, which may have attributes, itself."""
+    return value if isinstance(value, type | types.FunctionType) else type(value)
 
 
-def is_own(kind: type) -> bool:
-    """Return whether it is a class of the project, or that of the flags."""
+def is_own(kind: type | types.FunctionType) -> bool:
+    """Return whether it is a class or function of the project, or the class of the flags."""
     if kind.__module__ in ("argparse", "builtins"):  # for which none has to look
         return kind is argparse.Namespace
-    module = sys.modules.get(kind.__module__)
-    return bool(agreement.own_path(process.project(), module))
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return bool(agreement.own_path(process.project(), file))
 
 
 def attributes(value: object) -> dict[str, object]:
-    """Return those of an object or a class, without a call of what only looks like one."""
+    """Return those of an object or a class, without a call of what only looks like one.
+
+    Of a function also its defaults, and what it has from the function that has made it.
+    """
     found = dict(getattr(value, "__dict__", {}))
     for name in getattr(value, "__slots__", ()):
         found[name] = getattr(value, name, None)
+    if isinstance(value, types.FunctionType):
+        found |= inspect.getclosurevars(value).nonlocals
+        found["defaults"] = value.__defaults__
     return found
 
 
@@ -342,15 +370,19 @@ def short_hash(value: object) -> int:
 
 def content(value: object, depth: int) -> object:
     """Return what changes if a value does, and is short; of other kinds of objects their class."""
-    kind = type(value)
+    kind = kind_of(value)
     name = kind.__qualname__
+    if isinstance(value, queue.Queue):
+        value = value.queue
     if isinstance(value, torch.Generator):
         value = value.get_state()
     if isinstance(value, module_state.AnyGenerator):
         return pickle.dumps(value)
     if isinstance(value, Tensor | np.ndarray):
         return name, value.shape, sample(torch.as_tensor(value).detach())
-    if isinstance(value, float) and abs(value - time.time()) < A_DAY:
+    if isinstance(value, float) and (
+        value > time.time() - A_DAY or BEGAN < value < time.perf_counter()
+    ):
         return "a time"
     if isinstance(value, PLAIN):
         return value
@@ -361,7 +393,7 @@ def content(value: object, depth: int) -> object:
     elif isinstance(value, Iterator) and not hasattr(value, "read"):
         # no file; of most nobody sees the place: always another one
         return getattr(value, "_num_yielded", time.monotonic_ns())
-    elif is_own(kind):
+    elif is_own(kind) and not isinstance(value, COLLECTIONS):
         value = attributes(value)
     if isinstance(value, Mapping):
         value = list(value.items())

@@ -12,7 +12,6 @@ from torchvision.transforms import v2
 
 from ddpkit.data.samples import as_tensor
 from ddpkit.errors import UserError, suggest
-from ddpkit.run.flags import elsewhere
 from ddpkit.vision.images import Box, LazyImage
 
 OF_COLORS = (v2.TrivialAugmentWide, v2.RandAugment, v2.ColorJitter, v2.RandomGrayscale)
@@ -177,7 +176,7 @@ def parse_augment(
             continue
         if name not in table:
             known = list(table) + list(others)
-            near = elsewhere(name) or suggest(name, known)
+            near = suggest(name, known)
             names = ", ".join(known)
             raise UserError(f"--augment {name}: unknown; choose from {names}{near}")
         if isinstance(table[name], OF_COLORS) and channels not in (None, 1, 3):

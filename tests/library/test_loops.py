@@ -1,17 +1,20 @@
 """Loops as people write them, with Checkpoints: stopped and killed, they end with the same bits."""
 
+import collections
 import contextlib
 import copy
 import itertools
 import os
+import queue
 import random
 import re
 import signal
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -131,7 +134,7 @@ def test_random_numbers(tmp_path: Path) -> None:
     assert ranks.wait(pids) == [0, 0], ranks.said(stopped / "printed")
     out, _ = ranks.said(stopped / "printed")
     assert re.search(
-        r"resuming at step \d+; loop variables and counts of enumerate start over",
+        r"resuming at step \d+; loop variables, enumerate and zip start over",
         out,
     )
     assert ends(whole) == ends(stopped)
@@ -437,6 +440,101 @@ def test_variables_start_anew(
     train_with_variables(tmp_path)
     said = re.findall("warning: (.*) not restored:", capsys.readouterr().out)
     assert set(", ".join(said).split(", ")) == set(anew.split())
+
+
+class Place(NamedTuple):
+    number: int = 0
+
+
+class Own(dict):
+    """As people write it, for attributes."""
+
+
+class Meter(collections.deque):
+    """The same, for a mean."""
+
+
+class Normed(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("mean", torch.zeros(2), persistent=False)
+
+
+def counting() -> Callable[..., None]:
+    count = 0
+
+    def call(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    return call
+
+
+def listing(values: list[int] = []) -> None:  # noqa: B006
+    values.append(0)
+
+
+class Trainer:
+    """No function has its Checkpoints as a variable."""
+
+    def __init__(self, folder: Path) -> None:
+        self.net = Normed()
+        self.checkpoints = ddpkit.Checkpoints(folder, net=self.net)
+        self.n = 0
+
+    def fit(self, dies: int = 0) -> None:
+        net = self.net
+        net.register_forward_hook(counting())
+        counted = counting()
+        own = Own(n=0)
+        place = Place()
+        meter = Meter()
+        waiting: queue.Queue[int] = queue.Queue()
+        inner = 0
+
+        def regularize() -> None:
+            nonlocal inner
+            inner += 1
+
+        for _ in self.checkpoints.epochs(3):
+            anchor = net.weight.detach().clone()
+            began = time.perf_counter()
+            for _ in self.checkpoints.steps(range(4)):
+                net(torch.ones(2))
+                net.weight.data += 0.1 * anchor
+                net.mean += 1
+                self.n += 1
+                counted()
+                listing()
+                regularize()
+                own["n"] += 1
+                place = place._replace(number=place.number + 1)
+                meter.append(1)
+                waiting.put(1)
+                if self.checkpoints.step == dies - 1:
+                    self.checkpoints.save()
+                if self.checkpoints.step == dies:
+                    raise Killed
+            assert time.perf_counter() > began
+
+
+def test_where_else_people_keep_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an object with the run, closures, hooks, defaults, containers; and of the weights."""
+    monkeypatch.setattr(process, "project", lambda: Path(__file__).parent)
+    trainer = Trainer(tmp_path)
+    with pytest.raises(Killed):
+        trainer.fit(6)
+    capsys.readouterr()
+    listing.__defaults__[0].clear()  # type: ignore[index]
+    trainer = Trainer(tmp_path)
+    trainer.fit()
+    (said,) = re.findall("warning: (.*) not restored:", capsys.readouterr().out)
+    named = (
+        "anchor counted.count inner listing.defaults meter net.hooks net.mean own place"
+    )
+    assert set(said.split(", ")) == {*named.split(), "trainer.n", "waiting"}
 
 
 def test_variables_that_change_with_the_epoch(
