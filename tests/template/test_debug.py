@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dap import F5, Debugger, Session, configuration, line_of, task
-from generated import NET, ROOT, Project, texts, wait_for
+from generated import LEAN, NET, ROOT, Project, texts, wait_for
 from ports import free_port
 
 import ddpkit
@@ -111,8 +111,9 @@ def test_a_debugging_session(
     data = own.draw(tmp_path / "own data", 16, 6)  # the path has a blank
     # What other packages do when the interpreter ends, which the debugger does not wait
     # for.
-    late = "import atexit, time\natexit.register(time.sleep, 1)\n"
-    (tmp_path / "sitecustomize.py").write_text(late)
+    late = "\nimport atexit, time\natexit.register(time.sleep, 1)\n"
+    lean = Path(LEAN, "sitecustomize.py").read_text()
+    (tmp_path / "sitecustomize.py").write_text(lean + late)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     main = own.folder / "main.py"
     flags = own.flags(data, "runs/debug", "--image-size", 32, "--dist-timeout", 1)
@@ -374,6 +375,12 @@ def test_a_test_file(endless: Project) -> None:
     text += "def test_one():\n    flags = []\n    launch(2)\n"
     text += f"def test_two():\n    open({str(begun)!r}, 'w').close()\n    launch(2)\n"
     file.write_text(text)
+    # what test_project.py imports, and these tests do not use: it would import much
+    for name in "ddp", "recipe", "predict":
+        (endless.folder / f"{name}.py").write_text("")
+    names = "AUGMENTATIONS = build_datasets = draw_demo = parse_args = None\n"
+    for name in "dataset", "flags":
+        (endless.folder / f"{name}.py").write_text(names)
     at = "tests/test_one.py", "flags = []"
     with debugging(endless, at=at, name="This test file", file=str(file)) as debugger:
         assert debugger.stopped(1)[0].evaluate("launch.__name__") == "'launch'"
