@@ -119,7 +119,7 @@ def fork(
             sys.path.insert(0, str(folder))
             for name in OWNED:
                 sys.modules.pop(name, None)
-            know_packages()
+        know_packages()
         act()
         status = 0
     except SystemExit as error:
