@@ -1,5 +1,7 @@
 """Fixtures: the template, both kinds of project, data, and a run of each."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import os
@@ -10,23 +12,36 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import foreground
-import generated
 import pytest
-from generated import ROOT, Project
 
+if TYPE_CHECKING:
+    from generated import Project
+
+ROOT = Path(__file__).resolve().parent.parent
 foreground.restore_signals()  # before pytest-xdist starts its workers
+
+# generated.py imports torch, which pytest-xdist's own process does not need: it would take as long
+# again until its workers begin. All others import it before their tests import anything.
+WORDS = ("-n", "--numprocesses")
+if "PYTEST_XDIST_WORKER" in os.environ or not any(
+    word.startswith(WORDS) for word in sys.argv
+):
+    import generated  # noqa: F401
 
 # They take long, and come first, so that no worker is left with one at the end.
 LONGEST = (
     "slurm",
     "stopping",
     "demo",
+    "gpu",
+    "apple",
+    "template",
     "debug",
     "layouts",
     "runs",
-    "gpu",
     "launch",
     "sweep",
     "seams",
@@ -41,6 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def nobody_stays() -> Iterator[None]:
     """Each test ends all that it has started."""
+    import generated
+
     before = set(generated.LIVE)
     yield
     forgotten = generated.LIVE - before
@@ -131,6 +148,7 @@ def generate(template: Path, clean_home: dict[str, str]) -> Generate:
 @pytest.fixture(scope="session")
 def projects(generate: Generate, shared: Path) -> Callable[[str], Project]:
     """Both kinds of project, each generated once."""
+    from generated import Project
 
     @functools.cache
     def project(task: str) -> Project:

@@ -306,7 +306,12 @@ class Debugger:
         self.shell = subprocess.Popen(
             words,
             cwd=arguments["cwd"],
-            env={**os.environ, "TMPDIR": self.temporary.name, **arguments["env"]},
+            env={
+                "PYTHONPATH": generated.LEAN,
+                **os.environ,
+                "TMPDIR": self.temporary.name,
+                **arguments["env"],
+            },
             **dict.fromkeys(("stdin", "stdout", "stderr"), tty),
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),

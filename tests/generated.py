@@ -40,6 +40,8 @@ SMALL = {task: SHORT + network for task, network in NETS.items()}
 NET = ["--arch", "mobilenet_v3_small", "--image-size", 32]
 NET += ["--workers", 1, "--batch-size", 4]
 
+LEAN = str(ROOT / "tests/lean")  # of a new Python, which then imports less
+
 LIVE: set[int] = set()  # Commands, ranks and servers that have not been waited for
 
 
@@ -120,7 +122,7 @@ class Command:
     def __init__(
         self, command: list, cwd: Path | None = None, **env: str | None
     ) -> None:
-        env = {**os.environ, "PYTHON": sys.executable, **env}
+        env = {"PYTHONPATH": LEAN, **os.environ, "PYTHON": sys.executable, **env}
         self.process = subprocess.Popen(
             texts(command),
             cwd=cwd,

@@ -41,9 +41,12 @@ import timm  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.utils.tensorboard
-import torchmetrics  # noqa: F401
+from lean.sitecustomize import hidden
 
-from ddpkit.ranks import distributed
+with hidden():
+    import torchmetrics  # noqa: F401
+
+from ddpkit.ranks import distributed, process
 from ddpkit.run import resuming
 from ddpkit.vision import mistakes, pictures, reporting
 
@@ -58,6 +61,28 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 
 
+@functools.cache
+def installed() -> frozenset[str]:
+    """The files of modules that this process has imported from packages."""
+    files = {str(getattr(each, "__file__", "")) for each in list(sys.modules.values())}
+    there = tuple(map(os.path.realpath, process.LIBRARIES))
+    return frozenset(name for name in files if os.path.realpath(name).startswith(there))
+
+
+def know_packages() -> None:
+    """A run looks for its own files among those of some thousand modules.
+
+    In a short one that would take a third of the time.
+    """
+    known = installed()
+    look = process.within
+
+    def within(root: Path, file: str) -> str:
+        return "" if file in known else look(root, file)
+
+    process.within = within
+
+
 def fork(
     act: Callable[[], object], output: str | Path, folder: Path | None = None
 ) -> int:
@@ -65,6 +90,7 @@ def fork(
 
     What it prints goes to `output`.out and .err. The project in `folder` is what it imports.
     """
+    installed()
     pid = os.fork()
     if pid:
         return pid
@@ -93,6 +119,7 @@ def fork(
             sys.path.insert(0, str(folder))
             for name in OWNED:
                 sys.modules.pop(name, None)
+        know_packages()
         act()
         status = 0
     except SystemExit as error:

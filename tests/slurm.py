@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from generated import LIVE, children, left, texts, wait_for
+from generated import LEAN, LIVE, children, left, texts, wait_for
 from ports import free_port
 
 PACKAGES = (
@@ -96,6 +96,7 @@ class Slurm:
         self.env["PATH"] = f"{root}/usr/bin:{root}/usr/sbin:{os.environ['PATH']}"
         self.env["LD_LIBRARY_PATH"] = f"{library.parent}:{library}"
         self.env["SLURM_CONF"] = str(folder / "slurm.conf")
+        self.env.setdefault("PYTHONPATH", LEAN)
         (folder / "state").mkdir()
         for node in NODES:
             (folder / f"spool.{node}").mkdir()

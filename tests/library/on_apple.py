@@ -4,8 +4,9 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch
-from generated import Project, after_step, both_tasks, rows
+from generated import Project, after_step, both_but_one_in_soak, rows
 from ranks import on_ranks
 
 from ddpkit.data import samples
@@ -49,7 +50,7 @@ def assert_same(out: Path, other: Path) -> None:
             )
 
 
-@both_tasks
+@pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 def test_as_on_the_cpu(project: Project, few: Path, tmp_path: Path) -> None:
     """Training, stopped and resumed in mid-epoch, evaluation and predictions: the same bits."""
     own = tmp_path / "own"

@@ -34,7 +34,10 @@ def build(source: Path) -> Path:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
-def test_on_apple(monkeypatch):
+@pytest.mark.parametrize(
+    "which", ["not soak", pytest.param("soak", marks=pytest.mark.soak)]
+)
+def test_on_apple(monkeypatch, which):
     """The tests of on_apple.py pass in a pytest whose forks have that GPU."""
     monkeypatch.setenv("FAKE_APPLE", str(build(SOURCES / "device.cpp")))
     monkeypatch.setenv("FAKE_GPUS", "0")  # for ranks.py to hide none
@@ -42,8 +45,9 @@ def test_on_apple(monkeypatch):
     for name in "CUDA_VISIBLE_DEVICES", "PYTEST_XDIST_WORKER":
         monkeypatch.delenv(name, raising=False)
     tests = Path(__file__).with_name("on_apple.py")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", tests]
-    done = subprocess.run([*command, "--durations=0"], text=True, capture_output=True)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    command += ["--durations", "0", "-m", which, tests]
+    done = subprocess.run(command, text=True, capture_output=True)
     print(done.stdout)
     assert done.returncode == 0, done.stderr
 

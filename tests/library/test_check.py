@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from generated import Done, Project, both_tasks
+from generated import Done, Project, both_but_one_in_soak, both_tasks
 from PIL import Image
 
 from ddpkit.data.format import DEFAULT_FORMAT
@@ -248,7 +248,7 @@ def test_masks_that_say_nothing(tmp_path: Path) -> None:
     assert survey.warnings == [void]
 
 
-@both_tasks
+@pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 def test_broken_ones_are_skipped(project: Project, few: Path, tmp_path: Path) -> None:
     """--skip-broken writes lists without them: the same set for training, in the same order."""
     data = shutil.copytree(few, tmp_path / "own")

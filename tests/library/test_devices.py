@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from generated import refusal
+from launcher import Launch
+from ranks import draw_nothing
 
 from ddpkit.ranks import devices, environment, protocol
 
@@ -228,7 +230,9 @@ def test_launch_sh_with_gpus_that_torch_cannot_use(project, tmp_path):
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\necho '{LISTED}'\n")
     tool.chmod(0o755)
-    path = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0,1"}
-    done = project.launch("--output-dir", tmp_path / "out", **path).end()
-    done.refused("devices.check", "nvidia-smi shows 3 GPU(s)", devices.ON_CPU)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0,1"}
+    words = ["--output-dir", tmp_path / "out"]
+    said = tmp_path / "said"
+    launched = Launch(project.folder, words, said, draw_nothing, NPROC="2", **env)
+    launched.end().refused("devices.check", "nvidia-smi shows 3 GPU(s)", devices.ON_CPU)
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from digest import digest
-from generated import Done, Project, both_tasks, refusal, rows
+from generated import TASKS, Done, Project, refusal, rows
 from PIL import Image
 
 from ddpkit.run import checkpoint, states
@@ -385,7 +385,11 @@ LOSSES = {
 }
 
 
-@both_tasks
+@pytest.mark.parametrize(
+    "project",
+    [pytest.param(TASKS[0], marks=pytest.mark.soak), TASKS[1]],
+    indirect=True,
+)
 def test_losses_and_outputs(
     few: Path, tmp_path: Path, edited: Edited, project: Project
 ) -> None:

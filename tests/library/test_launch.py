@@ -126,10 +126,10 @@ def test_wrong_environment(project, tmp_path):
 
 def test_a_mistake_is_not_repeated(project, tmp_path):
     """Under MAX_RESTARTS; and the ranks say it once, of a flag nothing else."""
-    words = project.flags(Path("/nowhere"), tmp_path)
-    project.launch(words, MAX_RESTARTS="3").end().refused(
-        "places.inner_folders", "/nowhere"
-    )
+    words = project.flags(Path("/nowhere"), tmp_path / "out")
+    env = {"NPROC": "2", "MAX_RESTARTS": "3"}
+    launched = Launch(project.folder, words, tmp_path / "said", draw_nothing, **env)
+    launched.end().refused("places.inner_folders", "/nowhere")
     done = project.launch("--epochs", "none", MAX_RESTARTS="3").end()
     assert done.out == ""
     done.refused("flags.error", "--epochs")

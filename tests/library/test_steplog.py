@@ -411,11 +411,11 @@ def test_what_lies_beside_training(tmp_path: Path) -> None:
 @on_ranks(2, group=False)
 def test_a_tracker_that_takes_long(tmp_path: Path) -> None:
     """The other ranks wait, at its start and for each row, as long as it takes."""
-    setup(timeout=4)
+    setup(timeout=2)
 
     def start(_: object) -> Any:
-        time.sleep(6)
-        return "mine", lambda row: time.sleep(6)
+        time.sleep(3)
+        return "mine", lambda row: time.sleep(3)
 
     report = Reporter(tmp_path, epochs=1, device=CPU, tracker=start)
     report.start_tracker()

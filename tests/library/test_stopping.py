@@ -27,7 +27,7 @@ from ddpkit.ranks.environment import Nodes
 from ddpkit.run.loop import Run
 from ddpkit.run.resuming import Checkpoints
 
-EPOCHS = 8
+EPOCHS = 5
 SLOW = """
 import pathlib, time
 pathlib.Path(__file__).with_name("stepped").touch()
@@ -70,7 +70,7 @@ class Chain:
 
         def patched(run: Run, *numbers: Any) -> None:
             self.stepped.touch()
-            time.sleep(0.25)
+            time.sleep(0.4)
             end_step(run, *numbers)
 
         Run.end_step = patched

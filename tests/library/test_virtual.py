@@ -11,7 +11,16 @@ import pytest
 import ranks
 import torch
 import virtual_networks
-from generated import Done, Project, after_step, both_tasks, die, refusal, rows
+from generated import (
+    Done,
+    Project,
+    after_step,
+    both_but_one_in_soak,
+    both_tasks,
+    die,
+    refusal,
+    rows,
+)
 from ranks import on_ranks
 from torch import nn
 
@@ -62,7 +71,7 @@ def ends(out: Path) -> tuple:
     return found, table, of_best, (out / "worst").read_text()
 
 
-@both_tasks
+@pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 def test_any_number_of_processes(project: Project, few: Path, tmp_path: Path) -> None:
     """With BatchNorm, averages, mixup and loader workers; killed, and resumed on others."""
 

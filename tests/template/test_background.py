@@ -38,7 +38,8 @@ def test_the_suite(tmp_path: Path) -> None:
     trap = "trap '' INT QUIT HUP; exec \"$@\""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", 1]
     command += ["--basetemp", tmp_path, f"{__file__}::test_what_a_test_starts"]
-    run(["sh", "-c", trap, "sh", *command], ROOT).ok()
+    env = {"PYTEST_XDIST_WORKER": None}  # that of this test
+    run(["sh", "-c", trap, "sh", *command], ROOT, **env).ok()
 
 
 def test_what_a_test_starts() -> None:

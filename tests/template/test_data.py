@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 import tifffile
 import torch
-from generated import Project, both_tasks, rows
+from generated import Project, both_but_one_in_soak, both_tasks, rows
 from PIL import Image
 
 from ddpkit.data.format import MEAN, STD
@@ -93,7 +93,7 @@ def test_other_mean_and_std(project: Project, few: Path, tmp_path: Path) -> None
     own.train(few, out, "--eval-only", on=1).ok()
 
 
-@both_tasks
+@pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 def test_five_channels(project: Project, tmp_path: Path) -> None:
     """What the check writes trains, resumes, evaluates, predicts and is exported."""
     data = tmp_path / "set"

@@ -12,7 +12,7 @@ import pytest
 from conftest import once
 from dap import F5, Debugger, configuration
 from digest import digest
-from generated import ROOT, Done, Project, run
+from generated import DRAWS_NOTHING, ROOT, Done, Project, run
 from test_template import check_packages, packages
 from test_updates import ADDRESS, Repository, cookiecutter, git, make_repository
 
@@ -98,7 +98,10 @@ def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) 
     text = main.read_text().replace(
         "classes=classes,", "classes=classes, collate_fn=Told(),"
     )
-    main.write_text(text.replace("def main(", f"{told}def main("))
+    text = text.replace("def main(", f"{told}def main(")
+    recipe = "\nimport recipe\n"
+    assert text.count(recipe) == 1
+    main.write_text(text.replace(recipe, DRAWS_NOTHING + recipe))
     torchrun = [own.python, "-m", "torch.distributed.run", "--nproc-per-node", 1]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", main]
     digests = set()

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+import pytest
 import torch
-from generated import SMALL, Project, both_tasks
+from generated import SMALL, Project, both_but_one_in_soak
 
 CELLS = """
 import asyncio, json, signal, sys
@@ -61,7 +62,7 @@ asyncio.run(cells())
 """
 
 
-@both_tasks
+@pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 def test_cells(project: Project, few: Path, tmp_path: Path) -> None:
     script = tmp_path / "cells.py"
     script.write_text(CELLS)
@@ -96,7 +97,7 @@ ddpkit.run_main(folds)
 """
 
 
-@both_tasks
+@pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 def test_folds_in_one_process(project: Project, few: Path, tmp_path: Path) -> None:
     """They keep the group of ranks that they have, and end with the bits of a run of its own."""
     script = tmp_path / "folds.py"

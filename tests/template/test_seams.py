@@ -158,14 +158,19 @@ class Edited:
         return self.project.train(self.data, out, more, on=ranks, patch=kill)
 
     def result(self, *more: object, epochs: int = 1) -> dict[str, float]:
-        """Of a run, which has the bits of one that was killed in its last epoch."""
-        every, stop = (2, 3) if epochs == 1 else (4, 5)  # of three steps an epoch
+        """Of a run, which has the bits of one that goes on in the middle of its last epoch."""
+        every = 2 if epochs == 1 else 4  # of three steps an epoch
         words = ["--epochs", epochs, "--save-every", every, more]
         self.run("whole", words).ok()
-        assert self.run("killed", words, stop=stop).status == -9
-        assert " of the next" in self.run("killed", words).ok().out
-        assert digest(self.out / "whole") == digest(self.out / "killed")
+        self.go_back()
+        assert " of the next" in self.run("resumed", words).ok().out
+        assert digest(self.out / "whole") == digest(self.out / "resumed")
         return self.evaluate(more)
+
+    def go_back(self) -> None:
+        """Make "resumed" of "whole", as it was when its former checkpoint was the latest."""
+        resumed = shutil.copytree(self.out / "whole", self.out / "resumed")
+        (resumed / "last-1.pt").replace(resumed / "last.pt")
 
     def evaluate(self, *more: object) -> dict[str, float]:
         said = self.run("whole", "--eval-only", "--json", more, ranks=1).ok().out
@@ -233,10 +238,15 @@ def test_diffs_apply_and_are_clean(project: Project, tmp_path: Path) -> None:
         assert done.status == 0, done.out
 
 
-def test_types_of_diffs(projects: Callable[[str], Project], tmp_path: Path) -> None:
-    """As few copies as the diffs fit into take turns in one folder, where mypy keeps torch."""
+def test_types(projects: Callable[[str], Project], tmp_path: Path) -> None:
+    """Of both projects, without edits and with them.
+
+    As few copies as the diffs fit into take turns in one folder, where mypy keeps torch.
+    """
     copies: dict[Path, list[str]] = {}
     for task in TASKS:
+        whole = projects(task).copy(tmp_path / "as generated" / task).folder
+        copies[whole] = [f"no edit, {task}"]
         for name, diff in edits_page.diffs(task).items():
             if task != TASKS[0] and ("main.py" in diff or "recipe.py" in diff):
                 continue
@@ -466,10 +476,10 @@ def test_a_counter(edited: Callable[[str], Edited]) -> None:
     words = ["--epochs", 9, "--save-every", 2]
     counter.run("whole", words).ok()
     assert len(rows(counter.out / "whole")) == 6
-    assert counter.run("killed", words, stop=14).status == -9
+    counter.go_back()
     for _ in range(2):  # the second time there is nothing left to do
-        counter.run("killed", words).ok()
-        assert digest(counter.out / "whole") == digest(counter.out / "killed")
+        counter.run("resumed", words).ok()
+        assert digest(counter.out / "whole") == digest(counter.out / "resumed")
 
 
 @pytest.mark.parametrize("project", TASKS[:1], indirect=True)
