@@ -31,8 +31,8 @@ ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 Read = Callable[[LazyImage], Tensor]
 # Flags that one kind of project has
 OF_TASKS = {
-    "classification": "--crop-pct --crop-scale --drop-path --grad-checkpointing",
-    "segmentation": "--cutmix --encoder --loss --tile",
+    "classification": "crop_pct crop_scale drop_path grad_checkpointing",
+    "segmentation": "cutmix encoder loss tile",
 }
 
 
@@ -83,8 +83,7 @@ def open_model(
 def task_of(flags: Collection[str]) -> str:
     """Return the task all of whose own flags are among `flags`, by their names, or nothing."""
     for task, names in OF_TASKS.items():
-        own = [name.removeprefix("--").replace("-", "_") for name in names.split()]
-        if all(name in flags for name in own):
+        if {*names.split()} <= {*flags}:
             return task
     return ""
 

@@ -291,6 +291,10 @@ def test_forms_of_unicode(tmp_path: Path) -> None:
         with refusal("names.refuse_alike", "look the same", "rename one"):
             folders.find_labelled(tmp_path)
         shutil.rmtree(tmp_path / "train" / alike)
+    (tmp_path / "train/\u200b\xa0").mkdir()
+    (tmp_path / "train/\u200b\xa0/x.jpg").touch()
+    with refusal("names.refuse_alike", "'\\u200b\\xa0' has no visible name"):
+        folders.find_labelled(tmp_path)
     table = tmp_path / "train.csv"
     table.write_text(f"file,label\ntrain/{one}/x.jpg,{one}\ntrain/b/x.jpg,{other}\n")
     with refusal("names.refuse_alike", "look the same"):
@@ -814,7 +818,7 @@ class TestLists:
         self.rows(tmp_path, "id,file,label,Split\n1,a.jpg,x,Train\n2,a.jpg,x,\n")
         line = f"{tmp_path / 'train.csv'}: columns not used: id, Split\n"
         assert capsys.readouterr().out == line
-        with refusal("folders.refuse_part", "train.csv, line 3: Split is test, "):
+        with refusal("folders.read_list", "train.csv, line 3: Split is test, "):
             self.rows(tmp_path, "file,label,Split\na.jpg,x,train\na.jpg,x,test\n")
 
     @pytest.mark.parametrize(
@@ -834,6 +838,11 @@ class TestLists:
             ),
             # a label of several in a list with semicolons, without quotes
             ("file;label\na.jpg;x;y\n", "lists.parse_rows", "line 2: more cells than"),
+            (
+                "file,label,is_valid\na.jpg,x,True\n",
+                "lists.parse_rows",
+                "train.csv: column is_valid tells splits apart by yes and no; write a list",
+            ),
             (
                 "file,label\na.jpg,c\xe4t\n".encode("latin-1"),
                 "files.parse",

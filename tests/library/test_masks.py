@@ -102,6 +102,9 @@ def test_names_of_classes_txt(tmp_path: Path) -> None:
     path = tmp_path / "classes.txt"
     path.write_text("C# = 1\nC = 2  # a comment\n")
     assert masks.read_classes(path) == ["C#", "C"]
+    path.write_text("a\n\u200b\n", "utf-8")
+    with refusal("names.refuse_alike", path, "'\\u200b' has no visible name"):
+        masks.read_classes(path)
     path.write_text("new car = 1\nnew\xa0car = 2\n", "utf-8")
     with refusal("names.refuse_alike", path, "look the same"):
         masks.read_classes(path)
@@ -237,7 +240,13 @@ def test_masks(
             {"dtype": "uint16"},
             ["mode I;16", "8 bits"],
         ),
-        ("translate", NAMES, list(range(99)), {}, ["95 more values", "smoothed edges"]),
+        (
+            "translate",
+            NAMES,
+            list(range(99)),
+            {},
+            ["more than 8 values", "edges may be smoothed"],
+        ),
         (
             "refuse_changed",
             NAMES,
