@@ -305,10 +305,10 @@ def voc_lists(tree: Tree, parent: str) -> tuple[dict[str, list[str]], list[str]]
         if join(folder, inner) in tree.folders:
             folder = join(folder, inner)
             break
-    names_in: dict[str, list[str]] = {}
-    for name in tree.in_folder(folder, {".txt"}):
-        listed = [line.strip('"').split()[0] for line in tree.lines(name)]
-        names_in[stem_of(name).lower()] = listed
+    names_in = {
+        stem_of(name).lower(): [line.strip('"').split()[0] for line in tree.lines(name)]
+        for name in tree.in_folder(folder, {".txt"})
+    }
     lists: dict[str, list[str]] = {}
     both = names_in.pop("trainval", [])
     for stem in [stem for stem in names_in if stem.isalpha() and part_of(stem)]:

@@ -7,7 +7,9 @@ from ddpkit import files
 from ddpkit.convert.tree import ENDINGS, Tree, ending_of, stem_of
 from ddpkit.errors import UserError, shorten
 
-TEXTS = re.compile(r"\.(nd|geo)?json$|\.(jsonl|manifest|xml|txt|csv)$", re.IGNORECASE)
+TEXTS = re.compile(
+    r"\.(nd|geo)?json$|\.(jsonl|manifest|xml|txt|csv|odgt)$", re.IGNORECASE
+)
 MOST = 100_000  # of a text, which is looked through
 IMAGE = r"\S+\.(jpe?g|png|bmp|tiff?)"
 SAVE = "save its images as DIR/train/CLASS/NUMBER.png"
@@ -30,7 +32,9 @@ KNOWN = {
     '"source-ref"|"image_url"': "a manifest; write columns file, label into a CSV file",
     r'"classes": *\[.*"labels": *\{': "FiftyOne; export it as ImageClassificationDirectoryTree",
     '"FeatureCollection"': "GeoJSON; export an image of class numbers for each image",
-    '"asset"|"coordinates": ?{|<bndbox>': "boxes, which have no outline; export polygons as COCO",
+    r'"asset"|"coordinates": ?{|<bndbox>|"gtboxes"|\.txtimagesource': (
+        "boxes, which have no outline; export polygons as COCO"
+    ),
     '"caption"': "captions, which are no labels",
     r"\.txt(-?\d+[ ,;\t]+){9}": (
         "numbers in rows, as masks in text have; numpy.loadtxt reads it: save it as PNG"
@@ -40,9 +44,13 @@ KNOWN = {
         "-d ' ' images.txt image_class_labels.txt train_test_split.txt | awk '{print $2 \",\" $4 "
         '"," ($6 ? "train" : "test")}\') > list.csv'
     ),
-    rf"\.txt{IMAGE}[ ,\t]+\S|/images_\w+\.txt\d+ ": (
+    rf"\.txt{IMAGE}[ ,\t]+(?!([\d.]+\s+){{3}})\S|/images_\w+\.txt\d+ ": (
         "a list of images and labels; make a CSV file of each, with the line file,label above: "
         "(echo file,label; sed -E 's/[[:space:]]+/,/' train.txt) > train.csv"
+    ),
+    r"/meta/(train|test)\.txt": (
+        "lists as Food-101 has them; training reads them as CSV files: for p in train test; do "
+        "(echo file,label; sed -E 's|(.*)/.*|images/&.jpg,\\1|' meta/$p.txt) > $p.csv; done"
     ),
     r"\.csv\ufffd\ufffd": (
         "not UTF-8, but UTF-16, as it seems; save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE > "

@@ -1231,6 +1231,7 @@ def test_what_a_stranger_may_have_made(
     for name, content, words in (
         ("data.yaml", laughs, "implausibly large"),
         ("data.yaml", "names: " + "[" * 5000, "too many brackets"),
+        ("data.yaml", "names: cat\ntrain: .\n", "names is a text; write names: [cat]"),
         ("data.json", "[" * 100_000, "not JSON"),
         ("data.json", coco("../secret/x.png"), "outside of"),
         ("data.json", coco(str(outside)), "outside of"),
@@ -1536,6 +1537,7 @@ def test_outlines_of_four_points(tmp_path: Path) -> None:
         ),
         ("train.jsonl", {"image_url": "a.jpg", "label": "a"}, "a manifest; write"),
         ("labels.json", {"classes": ["a"], "labels": {"a": 0}}, "FiftyOne; export it"),
+        ("a.txt", "imagesource:x\n1 1 9 1 9 9 1 9 plane 0\n", "boxes, which have no"),
         ("val.txt", "a.jpg 65\nb.jpg 970\n", "make a CSV file of each"),
         ("l.csv", "file,label\na.jpg,x\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
         ("a.regions.txt", "0 1 -1 0 1 1 1 1 1 0\n" * 9, "numpy.loadtxt reads it"),
@@ -1586,7 +1588,7 @@ def test_what_files_may_be(names: list[str], words: str, tmp_path: Path) -> None
 def run_command(source: Path) -> str:
     """Type the command in the line that refuses a source; return the line."""
     line = refusal(source)
-    command = re.search(r"\(echo .*csv", line)
+    command = re.search(r"(for p .*|\(echo .*csv)", line)
     assert command
     subprocess.run(["bash", "-e", "-c", command[0]], cwd=source, check=True)
     return line
@@ -1633,6 +1635,23 @@ def test_commands_for_lists(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     converted(source, capsys)
     expected = {"train/1": ["1.jpg"], "train/2": ["2.jpg"], "test/2": ["3.jpg"]}
     assert folders_of(tmp_path / "out") == expected
+    source = tmp_path / "food"
+    for name in "pie/1", "pie/2", "tea/1", "tea/2":
+        save(source / f"images/{name}.jpg")
+    write(source / "meta/train.txt", "pie/1\ntea/1\n")
+    write(source / "meta/test.txt", "pie/2\ntea/2\n")
+    assert "lists as Food-101 has them" in run_command(source)
+    assert folders.read_list(source / "test.csv", ["file", "label"]) == [
+        (str(source / "images/pie/2.jpg"), "pie"),
+        (str(source / "images/tea/2.jpg"), "tea"),
+    ]
+    # Tiny ImageNet's boxes are no labels
+    (source / "meta/train.txt").rename(source / "boxes.txt")
+    (source / "meta/test.txt").unlink()
+    for path in source.glob("*.csv"):
+        path.unlink()
+    write(source / "boxes.txt", "1.JPEG\t0\t62\t0\t64\n")
+    assert "needs no conversion" in refusal(source)
 
 
 def test_long_names_of_classes(tmp_path: Path) -> None:
@@ -1984,6 +2003,12 @@ def test_types_and_sizes_that_a_stranger_may_have_written(
             "not a JSON object",
         ),
         ("a.csv", f"file,{','.join(map(str, range(4000)))}\na.png\n", "0 is , but"),
+        # also if all of them are labels
+        (
+            "a.csv",
+            f"file,{','.join(map(str, range(40_000)))}\na.png{',0' * 40_000}\n",
+            "no image with labels",
+        ),
     ):
         write(source / name, content)
         start = time.monotonic()
