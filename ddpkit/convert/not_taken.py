@@ -52,10 +52,7 @@ KNOWN = {
         "lists as Food-101 has them; training reads them as CSV files: for p in train test; do "
         "(echo file,label; sed -E 's|(.*)/.*|images/&.jpg,\\1|' meta/$p.txt) > $p.csv; done"
     ),
-    r"\.csv\ufffd\ufffd": (
-        "not UTF-8, but UTF-16, as it seems; save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE > "
-        "labels.csv"
-    ),
+    r"\.csv\ufffd\ufffd": "UTF-16; save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE > labels.csv",
     "<polygon>": "LabelMe's XML of 2012; only its JSON is read",
     r"-idx[13]-ubyte|\.idx[13]": f"MNIST's files; torchvision.datasets.MNIST reads them: {SAVE}",
     r"/(data_batch_\d|test_batch|batches\.meta|cifar-\S+)$": (
