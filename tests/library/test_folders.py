@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from generated import refusal
+from generated import ROOT, refusal
 from PIL import Image
 from ranks import on_ranks
 
@@ -780,6 +780,21 @@ def test_recipes_of_shell(tmp_path: Path) -> None:
     pairs = folders.read_list(ends / "train.csv", ["image", "mask"])
     names = [[Path(path).name for path in pair] for pair in pairs]
     assert names == [["1.jpg", "1_mask.png"], ["2.jpg", "2_mask.png"]]
+    page = (ROOT / "docs/own-data.md").read_text()
+    several = page.partition("## Multi-label classification")[2]
+    (tmp_path / "several/a").mkdir(parents=True)
+    (tmp_path / "several/b").mkdir()
+    for name in "a/1", "a/2", "b/3":
+        (tmp_path / f"several/{name}.jpg").touch()
+    text = several.partition("```text\n")[2].partition("```")[0]
+    (tmp_path / "several/train.csv").write_text(text)
+    train, val, classes = folders.find_labelled(tmp_path / "several")
+    assert classes == ["cat", "dog"]
+    assert sorted(sample[1:] for sample in train + val) == [
+        ("", "camera 2"),
+        ("0", "camera 1"),
+        ("0;1", "camera 1"),
+    ]
     run_recipe("Group k-fold", 1, tmp_path)
     train, val, _ = folders.find_labelled(patients)
     groups = [{Path(sample[0]).name[:2] for sample in part} for part in (train, val)]
