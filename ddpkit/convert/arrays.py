@@ -32,8 +32,7 @@ MASK_FIELD = re.compile("seg|mask|label|gt|truth", re.IGNORECASE)
 
 def find_arrays(tree: Tree) -> list[str]:
     """Return the arrays that have the name of an image."""
-    pictures = ENDINGS - ARRAYS
-    stems = {stem_of(name) for name in tree.in_folder("", pictures)}
+    stems = {stem_of(name) for name in tree.in_folder("", ENDINGS - ARRAYS)}
     return [name for name in tree.in_folder("", ARRAYS) if stem_of(name) in stems]
 
 
@@ -78,7 +77,7 @@ def array_pairs(tree: Tree, names: Sequence[str]) -> Pairs:
 def picture_of(tree: Tree, name: str) -> Path | None:
     """Return the image of an array: of that name, and no array itself."""
     stem = stem_of(name)
-    named = tree.images_by_name.get(stem, [])
+    named = tree.named_as(stem)
     pictures = [each for each in named if not each.endswith(".npy")]
     part = part_of(folder_of(name))
     if part:

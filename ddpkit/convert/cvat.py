@@ -46,7 +46,6 @@ from ddpkit.convert.shapes import (
 from ddpkit.convert.tree import Tree, folder_of
 
 KINDS = ("polygon", "box", "ellipse", "mask")
-HEAD = b"<annotations"
 
 
 def find_cvat(tree: Tree) -> list[str]:
@@ -54,7 +53,7 @@ def find_cvat(tree: Tree) -> list[str]:
     return [
         name
         for name in tree.with_ending(".xml")
-        if HEAD in files.parse(tree.path(name), bytes, "XML")[:500]
+        if b"<annotations" in files.parse(tree.path(name), bytes, "XML")[:500]
     ]
 
 

@@ -216,6 +216,7 @@ def find_label_format(tree: Tree) -> LabelFormat:
         if fitting:
             return fitting[0]
     tree.refuse_broken()
+    not_taken.refuse_known(tree, not_taken.LISTS)
     refuse_layout(tree, has_masks=True)
     image_labels.refuse_unclear(tree)
     not_taken.refuse_known(tree)

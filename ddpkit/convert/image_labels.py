@@ -182,7 +182,7 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
             stated = lists.stated_part(row, part_column, where)
             path, part = tree.find_sample(given, name, stated)
             if path is None:
-                labelled.skipped.add(not_there(name, given))
+                labelled.skipped.leave_out(*not_there(name, given))
                 continue
             own = labels_in(row.get(columns[0]), separators)
             if len(columns) > 1:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,7 @@ Size = tuple[int, int]  # height and width
 Color = tuple[int, int, int]
 
 
-@dataclass
-class LeftOut:
+class LeftOut(NamedTuple):
     """What a reader passes over. name: of a file, or of something in it."""
 
     reason: str
@@ -32,9 +32,6 @@ class Skipped:
 
     def __init__(self) -> None:
         self.names: dict[str, list[str]] = {}
-
-    def add(self, each: LeftOut) -> None:
-        self.leave_out(each.reason, each.name)
 
     def leave_out(self, reason: str, name: object) -> None:
         self.names.setdefault(reason, []).append(str(name))
@@ -129,9 +126,11 @@ class ObjectClasses:
         self.colors: list[Color] = []
         given_of: dict[str, str] = {}
         for name in names:
-            if name is None:
-                raise UserError("a class has no name (null); add one")
-            name = seen(str(name))
+            name = seen("" if name is None else str(name))
+            if not name:
+                raise UserError(
+                    "a class has no name (null), or none that can be seen; add one"
+                )
             text = clean_name(name)
             given = given_of.setdefault(text, name)
             if given != name and text not in (BACKGROUND, "void"):

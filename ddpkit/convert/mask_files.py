@@ -104,7 +104,7 @@ def read_pairs(
         numbers[: len(labels)] = [labelled.names.index(name) for name in labels]
         for pair in pairs_in(tree, folder):
             if isinstance(pair, LeftOut):
-                labelled.skipped.add(pair)
+                labelled.skipped.leave_out(*pair)
                 continue
             read = partial(draw_file, draw, labels, numbers, pair.mask)
             labelled.samples.append(Sample(pair.image, pair.part, read))
@@ -267,7 +267,7 @@ def read_cvat_masks(tree: Tree, maps: Sequence[str]) -> LabelledSet:
 
 def voc_pairs(tree: Tree, parent: str) -> Pairs:
     folder = voc_mask_folder(tree, parent)
-    mask_of = {key_of(name, folder): name for name in tree.in_folder(folder)}
+    mask_of = tree.keyed(folder)
     folder = join(parent, "JPEGImages")
     there = {key_of(name, folder): name for name in tree.in_folder(folder)[::-1]}
     # some exports have the images beside the folders
@@ -305,10 +305,10 @@ def voc_lists(tree: Tree, parent: str) -> tuple[dict[str, list[str]], list[str]]
         if join(folder, inner) in tree.folders:
             folder = join(folder, inner)
             break
-    names_in: dict[str, list[str]] = {}
-    for name in tree.in_folder(folder, {".txt"}):
-        listed = [line.strip('"').split()[0] for line in tree.lines(name)]
-        names_in[stem_of(name).lower()] = listed
+    names_in = {
+        stem_of(name).lower(): [line.strip('"').split()[0] for line in tree.lines(name)]
+        for name in tree.in_folder(folder, {".txt"})
+    }
     lists: dict[str, list[str]] = {}
     both = names_in.pop("trainval", [])
     for stem in [stem for stem in names_in if stem.isalpha() and part_of(stem)]:
@@ -442,8 +442,7 @@ def find_jpeg_masks(tree: Tree) -> list[Marks]:
     folders = []
     for of_images, folder in folders_of_masks(tree):
         keys = {key_of(name, of_images) for name in tree.in_folder(of_images)}
-        own = tree.in_folder(folder)
-        named = [name for name in own if key_of(name, folder) in keys]
+        named = [x for x in tree.in_folder(folder) if key_of(x, folder) in keys]
         if named and named == tree.in_folder(folder, JPEGS):
             folders.append((of_images, {"foreground": folder}))
     return folders

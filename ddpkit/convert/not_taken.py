@@ -4,13 +4,22 @@ import re
 from collections import Counter
 
 from ddpkit import files
-from ddpkit.convert.tree import Tree, stem_of
+from ddpkit.convert.tree import ENDINGS, Tree, ending_of, stem_of
 from ddpkit.errors import UserError, shorten
 
-TEXTS = re.compile(r"\.(nd|geo)?json$|\.(jsonl|manifest|xml|txt)$", re.IGNORECASE)
+TEXTS = re.compile(
+    r"\.(nd|geo)?json$|\.(jsonl|manifest|xml|txt|csv|odgt)$", re.IGNORECASE
+)
 MOST = 100_000  # of a text, which is looked through
+IMAGE = r"\S+\.(jpe?g|png|bmp|tiff?)"
 SAVE = "save its images as DIR/train/CLASS/NUMBER.png"
-# By what a file has in its name, or a text within itself.
+# By what a file has in its name, or a text within itself. Beside images and masks, too:
+LISTS = {
+    rf"\.txt{IMAGE}[ ,\t]+{IMAGE}\s": (
+        "a list of images and masks; with each list as a CSV file training reads them: "
+        "(echo image,mask; sed -E 's/[[:space:]]+/,/' train.txt) > train.csv"
+    ),
+}
 KNOWN = {
     '"segments_info"': "COCO panoptic; take instances_*.json in its place",
     '"_via_|"region_attributes"': "VIA; export it as COCO (Export Annotations (COCO format))",
@@ -23,15 +32,27 @@ KNOWN = {
     '"source-ref"|"image_url"': "a manifest; write columns file, label into a CSV file",
     r'"classes": *\[.*"labels": *\{': "FiftyOne; export it as ImageClassificationDirectoryTree",
     '"FeatureCollection"': "GeoJSON; export an image of class numbers for each image",
-    '"asset"|"coordinates": ?{|<bndbox>': "boxes, which have no outline; export polygons as COCO",
+    r'"asset"|"coordinates": ?{|<bndbox>|"gtboxes"|\.txtimagesource': (
+        "boxes, which have no outline; export polygons as COCO"
+    ),
     '"caption"': "captions, which are no labels",
     r"\.txt(-?\d+[ ,;\t]+){9}": (
         "numbers in rows, as masks in text have; numpy.loadtxt reads it: save it as PNG"
     ),
-    r"\.txt\S+\.(jpe?g|png|bmp|tiff?)[ ,\t]+\S": (
-        "a list of images and labels; make a CSV file of it, with the line file,label above: "
-        "(echo file,label; tr ' ' , < LIST) > list.csv"
+    r"/train_test_split\.txt": (
+        "lists as CUB-200-2011 has them; make a CSV file of them: (echo file,label,split; paste "
+        "-d ' ' images.txt image_class_labels.txt train_test_split.txt | awk '{print $2 \",\" $4 "
+        '"," ($6 ? "train" : "test")}\') > list.csv'
     ),
+    rf"\.txt{IMAGE}[ ,\t]+(?!([\d.]+\s+){{3}})\S|/images_\w+\.txt\d+ ": (
+        "a list of images and labels; make a CSV file of each, with the line file,label above: "
+        "(echo file,label; sed -E 's/[[:space:]]+/,/' train.txt) > train.csv"
+    ),
+    r"/meta/(train|test)\.txt": (
+        "lists as Food-101 has them; training reads them as CSV files: for p in train test; do "
+        "(echo file,label; sed -E 's|(.*)/.*|images/&.jpg,\\1|' meta/$p.txt) > $p.csv; done"
+    ),
+    r"\.csv\ufffd\ufffd": "UTF-16; save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE > labels.csv",
     "<polygon>": "LabelMe's XML of 2012; only its JSON is read",
     r"-idx[13]-ubyte|\.idx[13]": f"MNIST's files; torchvision.datasets.MNIST reads them: {SAVE}",
     r"/(data_batch_\d|test_batch|batches\.meta|cifar-\S+)$": (
@@ -45,35 +66,27 @@ KNOWN = {
     r"\.(tar|tgz|tar\.\w+)$": "an archive; unpack it with tar xf, and name its folder",
     r"\.(gz|7z|rar)$": "an archive; unpack it, and name its folder",
     r"\.(tfrecords?|h5|hdf5|mdb|pkl|pickle|rec)$": "no images; save images and masks as PNG",
+    # in a folder of masks, or beside its image
+    r"(?<![a-z])(masks?|labels?|seg\w*|ann(ot\w*)?|gt|truth|manual|instances?|semantic)"
+    r"(?![a-z]).*\.(png|gif|tiff?|bmp)$": (
+        "if it is a mask, name the folders images and masks, with a mask for each image; save "
+        "numbers of classes, such as NUMBER // 1000 of instances, or R // 10 * 256 + G of ADE20K's "
+        "colours; if 0 is no data, write void = 0 into classes.txt. If its folder is a class: "
+        "python -m ddpkit check takes class folders"
+    ),
 }
 
 
-# of a folder of masks, or of one beside its image
-MASK = re.compile(
-    r"(?<![a-z])(masks?|labels?|seg\w*|ann(ot\w*)?|gt|truth|manual|instances?|semantic)"
-    r"(?![a-z]).*\.(png|gif|tiff?|bmp)$",
-    re.IGNORECASE,
-)
-
-
-def refuse_known(tree: Tree) -> None:
-    """Raise a UserError if a file is of a kind that is known, and not taken, or may be a mask."""
+def refuse_known(tree: Tree, kinds: dict[str, str] = KNOWN) -> None:
+    """Raise a UserError if a file is of a kind that is known, and not taken; of images last."""
     names = [tree.below(tree.named)] if tree.named else tree.files
-    for name in names:
+    for name in sorted(names, key=lambda each: ending_of(each) in ENDINGS):
         shown = f"/{name}"
         if TEXTS.search(name):
-            text = files.read_text(tree.path(name), "replace", files.OF_DATA)
-            shown += text[:MOST]
-        for pattern, what in KNOWN.items():
+            shown += files.read_text(tree.path(name), "replace", files.OF_DATA)[:MOST]
+        for pattern, what in kinds.items():
             if re.search(pattern, shown, re.IGNORECASE):
                 raise UserError(f"{tree.path(name)}: {what}")
-    for name in filter(MASK.search, names):
-        raise UserError(
-            f"{tree.root}: if {name} is a mask, name the folders images and masks, with a mask for "
-            "each image; save numbers of classes, such as NUMBER // 1000 of instances, or R // 10 "
-            "* 256 + G of ADE20K's colours; if 0 is no data, write void = 0 into classes.txt. If "
-            "its folder is a class: python -m ddpkit check takes class folders"
-        )
 
 
 def labels_in_names(tree: Tree) -> str:

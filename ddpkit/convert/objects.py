@@ -102,7 +102,7 @@ def draw_objects(
         labelled.colors = classes.colors
     for entry in chain.from_iterable(label_files):
         if isinstance(entry, LeftOut):
-            labelled.skipped.add(entry)
+            labelled.skipped.leave_out(*entry)
             continue
         sample = Sample(entry.image, entry.part, labels=entry.labels)
         labelled.samples.append(sample)

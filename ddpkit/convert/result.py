@@ -192,7 +192,7 @@ def write_masks(
     if there <= {0, masks.VOID} and labelled.names[0] == BACKGROUND:
         raise UserError(
             "no object has an outline, so all masks would be background alone: segmentation needs "
-            "outlines, not boxes or points"
+            "outlines, not boxes, points or labels of images"
         )
     named_classes = enumerate(labelled.names)
     unused = [name for number, name in named_classes if number not in there]

@@ -55,7 +55,7 @@ def run_column(tree: Tree, name: str) -> str:
 
 def not_read(name: str, rows: Rows, *read: str) -> list[str]:
     """Return a line that names the columns besides those that are read, or none."""
-    others = [column for column in rows[0][1] if column and column not in read]
+    others = sorted(rows[0][1].keys() - {"", *read})
     return [f"{name}: columns that are not read: {shorten(others)}"] if others else []
 
 

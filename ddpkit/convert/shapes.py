@@ -56,7 +56,7 @@ def draw_shapes(shapes: Shapes, size: Size, skipped: Skipped) -> np.ndarray:
     drawn = []
     for shape in shapes:
         if isinstance(shape, LeftOut):
-            skipped.add(shape)
+            skipped.leave_out(*shape)
             continue
         area = shape.cover
         if not isinstance(area, Area):

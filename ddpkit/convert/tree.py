@@ -302,11 +302,11 @@ class Tree:
 
     def tables(self, name: str, column: str) -> list[str]:
         """Return the CSV files of that name in any folder, if their first row has the column."""
-        found = []
-        for path in self.files_named(name):
-            if column in next(self.rough_rows(path), (0, {}))[1]:
-                found.append(path)
-        return found
+        return [
+            path
+            for path in self.files_named(name)
+            if column in next(self.rough_rows(path), (0, {}))[1]
+        ]
 
     def rough_rows(self, name: str) -> lists.Rows:
         """Yield the rows of a CSV file that may not be one of labels: of any encoding."""

@@ -84,6 +84,8 @@ def read_yolo(
             "outlines: export the project's segments"
         )
     given = content.get("names") or range(min(int(content["nc"]), 256))
+    if isinstance(given, str):
+        raise UserError(f"{tree.path(name)}: names is a text; write names: [{given}]")
     numbered = given.items() if isinstance(given, dict) else enumerate(given)
     class_of = {int(number): text for number, text in numbered}
     classes = ObjectClasses(text for _, text in sorted(class_of.items()))

@@ -170,10 +170,9 @@ def index_by_name(
     path_of: dict[str, str] = {}
     for path, name in named:
         if name in path_of:
-            shared = UserError(
-                f"{path} and {path_of[name]} have the same name; rename one"
+            note(
+                UserError(f"{path} and {path_of[name]} have the same name; rename one")
             )
-            note(shared)
         path_of[name] = path
     return path_of
 
@@ -226,8 +225,12 @@ def split(
     held = set(hold_out(samples, root, fold))
     place = root / ("val.csv" if has_lists(root) else "val")
     if not 0 < len(held) < len(samples):
-        few = f"{root}: {len(samples)} images for training are too few to split"
-        note(UserError(f"{few}; add more, or {place}, or fewer folds"))
+        note(
+            UserError(
+                f"{root}: {len(samples)} images for training are too few to split; add more, or "
+                f"{place}, or fewer folds"
+            )
+        )
         return samples, []
     why = f"--fold {fold[0]}/{fold[1]}" if fold else f"no {place}"
     list_of_groups = "train.csv" if has_lists(root) else "groups.csv"
@@ -359,13 +362,18 @@ def find_labelled(
     classes = sorted(known, key=lambda name: (int(name) if are_numbers else 0, name))
     if len(classes) < 2:
         own = f" ({classes[0]})" if classes else ""
-        few = f"{root}: {len(classes)} class(es) for training{own}; at least two are needed"
-        note(UserError(few))
+        note(
+            UserError(
+                f"{root}: {len(classes)} class(es) for training{own}; at least two are needed"
+            )
+        )
     for unknown in sorted(names_in(val or [], several) - known):
-        form = hint_at_look(unknown, classes)
-        of = "validation" if part == "val" else part
-        line = f"{root}: class {unknown} of {of} is not in the training set{form}"
-        note(UserError(line))
+        note(
+            UserError(
+                f"{root}: class {unknown} of {part} is not in the training set"
+                f"{hint_at_look(unknown, classes)}"
+            )
+        )
     train = with_numbers(train, classes, several)
     if val is None:
         train, val = split(train, root, fold, note)
@@ -492,11 +500,13 @@ def match_pairs(place: Place, note: Note = raise_it) -> Pairs:
     there = f", which has {mask_of[lone_masks[0]]}" if lone_masks else ""
     remedy = f"{REMEDY}{or_convert}"
     for name in sorted(image_of.keys() - mask_with.keys()):
-        lack = f"{image_of[name]}: no mask of that name in {folder_of_masks}{there}"
-        note(UserError(f"{lack}; {remedy}"))
+        note(
+            UserError(
+                f"{image_of[name]}: no mask of that name in {folder_of_masks}{there}; {remedy}"
+            )
+        )
     for name in lone_masks:
-        lack = f"{mask_of[name]}: no image of that name in {folder}"
-        note(UserError(f"{lack}; {remedy}"))
+        note(UserError(f"{mask_of[name]}: no image of that name in {folder}; {remedy}"))
     return [
         (image_of[image], mask_of[mask]) for image, mask in sorted(mask_with.items())
     ]
@@ -518,26 +528,21 @@ def read_list(path: Path, columns: Sequence[str], note: Note = raise_it) -> Pair
     if others:
         distributed.print0(f"{path}: columns not used: {', '.join(others)}")
     column = lists.part_column(rows)
+    own = places.part_in_name(path.stem)
     pairs = []
     for number, row in rows:
         line = f"{path}, line {number}"
-        refuse_part(line, column, row.get(column, ""), path)
+        other = places.part_in_name(row.get(column, "")) or own
+        if own and other != own:
+            raise UserError(
+                f"{line}: {column} is {row[column]}, but all rows of this list are for {own}; move "
+                f"those of {other} into {other}.csv"
+            )
         try:
             pairs.append(_read_row(line, row, wanted, path.parent))
         except UserError as error:
             note(error)
     return pairs
-
-
-def refuse_part(line: str, column: str, name: str, path: Path) -> None:
-    """Raise a UserError if a row of the list at `path` names another part in `column`."""
-    own = places.part_in_name(path.stem)
-    other = places.PART_OF.get(name.lower(), own)
-    if own and other != own:
-        raise UserError(
-            f"{line}: {column} is {name}, but all rows of this list are for {own}; move those of "
-            f"{other} into {other}.csv"
-        )
 
 
 def _read_row(

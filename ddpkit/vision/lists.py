@@ -27,6 +27,8 @@ MISSING = {
     "<NA>",
     "#N/A",
 }
+# a column that tells the rows of a part by yes and no
+ANSWER = re.compile(f"is_?({'|'.join(places.PART_OF)})", re.IGNORECASE)
 Row = dict[str, str]
 Rows = Iterator[tuple[int, Row]]  # with the numbers of their lines
 
@@ -50,6 +52,13 @@ def parse_rows(text: str, path: Path | None = None) -> Rows:
     twice = [name for name, count in Counter(names).items() if name and count > 1]
     if path and twice:
         raise UserError(f"{path}: column {twice[0]} appears twice; rename one of them")
+    for name in filter(ANSWER.fullmatch, names):
+        if path:
+            raise UserError(
+                f"{path}: column {name} tells splits apart by yes and no; write a list for each "
+                "split, or train, val or test into a column split, which convert reads; if it has "
+                "the labels, name it label"
+            )
     for cells in table:
         if path and any(cells[len(names) :]):
             raise UserError(

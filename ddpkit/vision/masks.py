@@ -356,12 +356,12 @@ class Legend:
         count, key = max(zip(counts.tolist(), keys.tolist(), strict=True))
         text = self.text_of(key)
         kind = "colour" if " " in text else "value"
-        line = f"{kind} {text} in {count} pixels is not a class; correct the mask"
         if len(keys) > MANY:
             return (
-                f"{line}: {len(keys) - 1} more {kind}s are none, as in masks with smoothed "
-                "edges"
+                f"more than {MANY} {kind}s are not classes, such as {text} in {count} pixels; "
+                "correct the mask: its edges may be smoothed, or its objects numbered"
             )
+        line = f"{kind} {text} in {count} pixels is not a class; correct the mask"
         if not float(key).is_integer():  # which classes.txt cannot list
             return line
         return f"{line}, or write into classes.txt: NAME = {text} or void = {text}"

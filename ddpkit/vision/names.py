@@ -33,7 +33,12 @@ def refuse_alike(names: Iterable[str], where: object) -> None:
                 f"{where}: the class {name[:40]} ... has {len(name):,} letters in its name, more "
                 f"than {MOST_LETTERS}; shorten it"
             )
-        other = first.setdefault(seen(name), name)
+        shown = seen(name)
+        if not shown:
+            raise UserError(
+                f"{where}: the class {name!a} has no visible name; rename it"
+            )
+        other = first.setdefault(shown, name)
         if other != name:
             raise UserError(
                 f"{where}: {other!a} and {name!a} look the same, but {DIFFER}; rename one"

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from ddpkit import files
 from ddpkit.data import loading, normalizing
 from ddpkit.data.format import Format, read_format
-from ddpkit.errors import UserError, print_error, reason_of, shorten
+from ddpkit.errors import UserError, print_error, shorten
 from ddpkit.ranks import devices, distributed
 from ddpkit.ranks.replicas import uncompiled
-from ddpkit.run import checkpoint, states
+from ddpkit.run import checkpoint, starting, states
 from ddpkit.vision import folders, lists, networks
 from ddpkit.vision.bars import tqdm
 from ddpkit.vision.images import LazyImage, open_image, visible
@@ -31,8 +31,8 @@ ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 Read = Callable[[LazyImage], Tensor]
 # Flags that one kind of project has
 OF_TASKS = {
-    "classification": "--crop-pct --crop-scale --drop-path --grad-checkpointing",
-    "segmentation": "--cutmix --encoder --loss --tile",
+    "classification": "crop_pct crop_scale drop_path grad_checkpointing",
+    "segmentation": "cutmix encoder loss tile",
 }
 
 
@@ -65,16 +65,17 @@ def open_model(
     try:
         with networks.offline():  # a stranger's checkpoint may name any network
             model = build_model(args, state["classes"], state["channels"])
-    except FileNotFoundError as error:  # of the hub's library, or of model.py
-        reason = reason_of(error, 120)
+    except Exception as error:  # of a library that takes the name, or of its hub
+        fault = starting.explain_network(error)
+        if not fault:
+            raise
         raise UserError(
-            f"{path}: its model cannot be built ({reason}); if it is on the hub and you trust it, "
-            "download it first"
+            f"{path}: {fault.line}; if it is on the hub and you trust it, download it first"
         ) from None
     checkpoint.load_weights(model, state)
     model = uncompiled(model)  # a compiled one would compile for each size
     model = model.eval().to(device)
-    model = model.to(memory_format=devices.memory_layout(device))
+    model.to(memory_format=devices.memory_layout(device))
     with states.fitting(str(path), "the colors of its classes", checkpoint.ANOTHER):
         classes = Classes(state["classes"], state.get("colors"))
     return model, classes, args, format
@@ -83,8 +84,7 @@ def open_model(
 def task_of(flags: Collection[str]) -> str:
     """Return the task all of whose own flags are among `flags`, by their names, or nothing."""
     for task, names in OF_TASKS.items():
-        own = [name.removeprefix("--").replace("-", "_") for name in names.split()]
-        if all(name in flags for name in own):
+        if {*names.split()} <= {*flags}:
             return task
     return ""
 

@@ -5,9 +5,11 @@ import csv
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import struct
+import subprocess
 import time
 import unicodedata
 import zlib
@@ -52,6 +54,9 @@ def inside(outline: list[int]) -> np.ndarray:
 
 def write(path: Path, text: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(text, bytes):
+        path.write_bytes(text)
+        return
     path.write_text(text if isinstance(text, str) else json.dumps(text))
 
 
@@ -1226,6 +1231,7 @@ def test_what_a_stranger_may_have_made(
     for name, content, words in (
         ("data.yaml", laughs, "implausibly large"),
         ("data.yaml", "names: " + "[" * 5000, "too many brackets"),
+        ("data.yaml", "names: cat\ntrain: .\n", "names is a text; write names: [cat]"),
         ("data.json", "[" * 100_000, "not JSON"),
         ("data.json", coco("../secret/x.png"), "outside of"),
         ("data.json", coco(str(outside)), "outside of"),
@@ -1531,7 +1537,9 @@ def test_outlines_of_four_points(tmp_path: Path) -> None:
         ),
         ("train.jsonl", {"image_url": "a.jpg", "label": "a"}, "a manifest; write"),
         ("labels.json", {"classes": ["a"], "labels": {"a": 0}}, "FiftyOne; export it"),
-        ("val.txt", "a.jpg 65\nb.jpg 970\n", "make a CSV file of it"),
+        ("a.txt", "imagesource:x\n1 1 9 1 9 9 1 9 plane 0\n", "boxes, which have no"),
+        ("val.txt", "a.jpg 65\nb.jpg 970\n", "make a CSV file of each"),
+        ("l.csv", "file,label\na.jpg,x\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
         ("a.regions.txt", "0 1 -1 0 1 1 1 1 1 0\n" * 9, "numpy.loadtxt reads it"),
     ],
 )
@@ -1550,12 +1558,12 @@ def test_what_is_not_taken(
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["1_seg.png", "1.jpg", "2.jpg"], "if 1_seg.png is a mask"),
-        (["img_dir/1.jpg", "ann_dir/1.png"], "if ann_dir/1.png is a mask"),
-        (["in/1.png", "instances/1.png"], "if instances/1.png is a mask, name the"),
+        (["1_seg.png", "1.jpg", "2.jpg"], "/1_seg.png: if it is a mask"),
+        (["img_dir/1.jpg", "ann_dir/1.png"], "/ann_dir/1.png: if it is a mask"),
+        (["in/1.png", "instances/1.png"], "instances/1.png: if it is a mask, name the"),
         (
             ["x/21.tif", "1st_manual/21_manual1.gif"],
-            "if 1st_manual/21_manual1.gif is a",
+            "1st_manual/21_manual1.gif: if it is a mask",
         ),
         (
             ["Train/images_png/0.png", "Train/masks_png/0.png"],
@@ -1575,6 +1583,75 @@ def test_what_files_may_be(names: list[str], words: str, tmp_path: Path) -> None
     for name in names:
         save(source / name)
     assert words in refusal(source)
+
+
+def run_command(source: Path) -> str:
+    """Type the command in the line that refuses a source; return the line."""
+    line = refusal(source)
+    command = re.search(r"(for p .*|\(echo .*csv)", line)
+    assert command
+    subprocess.run(["bash", "-e", "-c", command[0]], cwd=source, check=True)
+    return line
+
+
+def test_commands_for_lists(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """PaddleSeg's, FGVC-Aircraft's and those of CUB-200-2011, as the lines say."""
+    source = tmp_path / "paddle"
+    for name in "01":
+        save(source / f"images/{name}.jpg")
+        save(source / f"annotations/{name}.png", two_boxes())
+        row = f"images/{name}.jpg annotations/{name}.png\n"
+        write(source / ("train.txt", "val.txt")[int(name)], row)
+    # the folders could be read, but without the parts
+    assert "train.txt: a list of images and masks; with each list as" in run_command(
+        source
+    )
+    pairs = folders.read_list(source / "train.csv", ["image", "mask"])
+    assert pairs == [
+        (str(source / "images/0.jpg"), str(source / "annotations/0.png")),
+    ]
+    source = tmp_path / "aircraft"
+    for name in "1025794", "1340192":
+        save(source / f"images/{name}.jpg")
+    rows = "1025794 707-320\n1340192 Boeing 727\n"
+    write(source / "images_variant_train.txt", rows)
+    write(source / "variants.txt", "707-320\n727\n")
+    assert "images_variant_train.txt: a list of images and labels" in refusal(source)
+    (source / "images_variant_train.txt").rename(source / "train.txt")
+    write(source / "images_variant_val.txt", rows)
+    run_command(source)
+    converted(source, capsys)
+    made = folders_of(tmp_path / "out")
+    assert sorted(made) == ["train/707-320", "train/Boeing 727"]
+    source = tmp_path / "birds"
+    files = "1 001.Auk/1.jpg\n2 002.Wren/2.jpg\n3 002.Wren/3.jpg\n"
+    for line in files.splitlines():
+        save(source / "images" / line.partition(" ")[2])
+    write(source / "images.txt", files)
+    write(source / "image_class_labels.txt", "1 1\n2 2\n3 2\n")
+    write(source / "train_test_split.txt", "1 1\n2 1\n3 0\n")
+    write(source / "classes.txt", "1 001.Auk\n2 002.Wren\n")
+    assert "train_test_split.txt: lists as CUB-200-2011 has" in run_command(source)
+    converted(source, capsys)
+    expected = {"train/1": ["1.jpg"], "train/2": ["2.jpg"], "test/2": ["3.jpg"]}
+    assert folders_of(tmp_path / "out") == expected
+    source = tmp_path / "food"
+    for name in "pie/1", "pie/2", "tea/1", "tea/2":
+        save(source / f"images/{name}.jpg")
+    write(source / "meta/train.txt", "pie/1\ntea/1\n")
+    write(source / "meta/test.txt", "pie/2\ntea/2\n")
+    assert "lists as Food-101 has them" in run_command(source)
+    assert folders.read_list(source / "test.csv", ["file", "label"]) == [
+        (str(source / "images/pie/2.jpg"), "pie"),
+        (str(source / "images/tea/2.jpg"), "tea"),
+    ]
+    # Tiny ImageNet's boxes are no labels
+    (source / "meta/train.txt").rename(source / "boxes.txt")
+    (source / "meta/test.txt").unlink()
+    for path in source.glob("*.csv"):
+        path.unlink()
+    write(source / "boxes.txt", "1.JPEG\t0\t62\t0\t64\n")
+    assert "needs no conversion" in refusal(source)
 
 
 def test_long_names_of_classes(tmp_path: Path) -> None:
@@ -1653,6 +1730,11 @@ def test_a_class_without_a_name(tmp_path: Path) -> None:
     text = (source / "a.json").read_text()
     write(source / "a.json", text.replace('"dog"', "null").replace('"cat"', "null"))
     refusal(source)
+    shutil.rmtree(source)
+    coco(source)
+    for path in source.glob("annotations/*.json"):
+        path.write_text(path.read_text().replace('"dog"', '"\\u200b"'))
+    assert "or none that can be seen" in refusal(source)
 
 
 def test_a_table_without_names_of_columns(tmp_path: Path) -> None:
@@ -1921,6 +2003,12 @@ def test_types_and_sizes_that_a_stranger_may_have_written(
             "not a JSON object",
         ),
         ("a.csv", f"file,{','.join(map(str, range(4000)))}\na.png\n", "0 is , but"),
+        # also if all of them are labels
+        (
+            "a.csv",
+            f"file,{','.join(map(str, range(40_000)))}\na.png{',0' * 40_000}\n",
+            "no image with labels",
+        ),
     ):
         write(source / name, content)
         start = time.monotonic()

@@ -143,7 +143,7 @@ def test_a_checkpoint_of_the_other_task(project, trained, tmp_path):
             open_model(file, build_model, parse_args, torch.device("cpu"))
 
         (other,) = OF_TASKS.keys() - {project.task}
-        names = [name[2:].replace("-", "_") for name in OF_TASKS[other].split()]
+        names = OF_TASKS[other].split()
         state = torch.load(trained / "last.pt", weights_only=True)
         added = dict.fromkeys(names[1:])  # flags of one's own, later given up
         torch.save({**state, "args": state["args"] | added}, file)
@@ -163,7 +163,10 @@ def test_flags_of_the_tasks():
         text = (ROOT / TEMPLATE_FOLDER / "tasks" / task / "flags.py").read_text()
         own[task] = set(re.findall(r'add_argument\("(--[a-z-]+)"', text))
     one, two = own.values()
-    found = {task: set(names.split()) for task, names in predicting.OF_TASKS.items()}
+    found = {
+        task: {f"--{name.replace('_', '-')}" for name in names.split()}
+        for task, names in predicting.OF_TASKS.items()
+    }
     assert found == dict(zip(TASKS, (one - two, two - one), strict=True))
 
 

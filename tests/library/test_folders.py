@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from generated import refusal
+from generated import ROOT, refusal
 from PIL import Image
 from ranks import on_ranks
 
@@ -291,6 +291,10 @@ def test_forms_of_unicode(tmp_path: Path) -> None:
         with refusal("names.refuse_alike", "look the same", "rename one"):
             folders.find_labelled(tmp_path)
         shutil.rmtree(tmp_path / "train" / alike)
+    (tmp_path / "train/\u200b\xa0").mkdir()
+    (tmp_path / "train/\u200b\xa0/x.jpg").touch()
+    with refusal("names.refuse_alike", "'\\u200b\\xa0' has no visible name"):
+        folders.find_labelled(tmp_path)
     table = tmp_path / "train.csv"
     table.write_text(f"file,label\ntrain/{one}/x.jpg,{one}\ntrain/b/x.jpg,{other}\n")
     with refusal("names.refuse_alike", "look the same"):
@@ -776,6 +780,21 @@ def test_recipes_of_shell(tmp_path: Path) -> None:
     pairs = folders.read_list(ends / "train.csv", ["image", "mask"])
     names = [[Path(path).name for path in pair] for pair in pairs]
     assert names == [["1.jpg", "1_mask.png"], ["2.jpg", "2_mask.png"]]
+    page = (ROOT / "docs/own-data.md").read_text()
+    several = page.partition("## Multi-label classification")[2]
+    (tmp_path / "several/a").mkdir(parents=True)
+    (tmp_path / "several/b").mkdir()
+    for name in "a/1", "a/2", "b/3":
+        (tmp_path / f"several/{name}.jpg").touch()
+    text = several.partition("```text\n")[2].partition("```")[0]
+    (tmp_path / "several/train.csv").write_text(text)
+    train, val, classes = folders.find_labelled(tmp_path / "several")
+    assert classes == ["cat", "dog"]
+    assert sorted(sample[1:] for sample in train + val) == [
+        ("", "camera 2"),
+        ("0", "camera 1"),
+        ("0;1", "camera 1"),
+    ]
     run_recipe("Group k-fold", 1, tmp_path)
     train, val, _ = folders.find_labelled(patients)
     groups = [{Path(sample[0]).name[:2] for sample in part} for part in (train, val)]
@@ -814,7 +833,7 @@ class TestLists:
         self.rows(tmp_path, "id,file,label,Split\n1,a.jpg,x,Train\n2,a.jpg,x,\n")
         line = f"{tmp_path / 'train.csv'}: columns not used: id, Split\n"
         assert capsys.readouterr().out == line
-        with refusal("folders.refuse_part", "train.csv, line 3: Split is test, "):
+        with refusal("folders.read_list", "train.csv, line 3: Split is test, "):
             self.rows(tmp_path, "file,label,Split\na.jpg,x,train\na.jpg,x,test\n")
 
     @pytest.mark.parametrize(
@@ -834,6 +853,11 @@ class TestLists:
             ),
             # a label of several in a list with semicolons, without quotes
             ("file;label\na.jpg;x;y\n", "lists.parse_rows", "line 2: more cells than"),
+            (
+                "file,label,is_valid\na.jpg,x,True\n",
+                "lists.parse_rows",
+                "train.csv: column is_valid tells splits apart by yes and no; write a list",
+            ),
             (
                 "file,label\na.jpg,c\xe4t\n".encode("latin-1"),
                 "files.parse",

@@ -1,6 +1,7 @@
 """What the values and colours in masks mean, and the classes' shares."""
 
 import random
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import tifffile
 import torch
-from generated import Project, refusal
+from generated import ROOT, Project, refusal
 from PIL import Image
 from ranks import on_ranks
 from torch.nn.functional import interpolate
@@ -68,6 +69,24 @@ def test_classes_txt(
     assert (None if found.colors is None else found.colors.tolist()) == colors
 
 
+def test_the_table_of_the_page(tmp_path: Path) -> None:
+    """The lines of classes.txt in docs/own-data.md mean what the column beside them says."""
+    page = (ROOT / "docs/own-data.md").read_text()
+    section = page.partition("Lines of `classes.txt`")[2].partition("\n\n")[0]
+    rows = [re.findall("`(.+?)`", line) for line in section.splitlines()[2:]]
+    shown = (
+        np.array([[0, 1]], np.uint8),
+        np.array([[0, 255]], np.uint8),
+        np.array([[[128, 64, 128], [64, 0, 128], [0, 0, 0]]], np.uint8),
+    )
+    for lines, pixels in zip(rows, shown, strict=True):
+        (tmp_path / "classes.txt").write_text("\n".join(lines))
+        Image.fromarray(pixels).save(tmp_path / "mask.png")
+        found = masks.read_classes(tmp_path / "classes.txt")
+        mask = masks.read_mask(str(tmp_path / "mask.png"), found)
+        assert mask.tolist() == [[0, 1, 255][: pixels.shape[1]]]
+
+
 def test_lines_and_their_values(tmp_path: Path) -> None:
     """Void has its place among names alone, and is no class; a class may have several values."""
     path = tmp_path / "classes.txt"
@@ -102,6 +121,9 @@ def test_names_of_classes_txt(tmp_path: Path) -> None:
     path = tmp_path / "classes.txt"
     path.write_text("C# = 1\nC = 2  # a comment\n")
     assert masks.read_classes(path) == ["C#", "C"]
+    path.write_text("a\n\u200b\n", "utf-8")
+    with refusal("names.refuse_alike", path, "'\\u200b' has no visible name"):
+        masks.read_classes(path)
     path.write_text("new car = 1\nnew\xa0car = 2\n", "utf-8")
     with refusal("names.refuse_alike", path, "look the same"):
         masks.read_classes(path)
@@ -237,7 +259,13 @@ def test_masks(
             {"dtype": "uint16"},
             ["mode I;16", "8 bits"],
         ),
-        ("translate", NAMES, list(range(99)), {}, ["95 more values", "smoothed edges"]),
+        (
+            "translate",
+            NAMES,
+            list(range(99)),
+            {},
+            ["more than 8 values", "edges may be smoothed"],
+        ),
         (
             "refuse_changed",
             NAMES,

@@ -217,6 +217,24 @@ def save_jpeg(
     return str(path)
 
 
+def test_the_example_of_the_page(tmp_path: Path) -> None:
+    """data.json as docs/unusual-images.md has it: four channels of 12 bits."""
+    page = (ROOT / "docs/unusual-images.md").read_text()
+    (text,) = re.findall(r"^```json\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / "data.json").write_text(text)
+    format = read_format(tmp_path)
+    assert format.max_megapixels == 400
+    values = np.array([0, 4095, 2047, 1000], np.uint16).reshape(1, 1, 4)
+    np.save(tmp_path / "a.npy", values.repeat(2, 0).repeat(3, 1))
+    pixels = images.open_image(str(tmp_path / "a.npy"), format).read()
+    assert pixels.shape == (4, 2, 3)
+    shown = pixels[:, 0, 0] * 4095
+    assert shown.round().tolist() == [0, 4095, 2047, 1000]
+    normalised = format.normalize(pixels[None])[0, :, 0, 0]
+    means = torch.tensor([0.4, 0.4, 0.3, 0.6])
+    torch.testing.assert_close(normalised, (pixels[:, 0, 0] - means) / 0.2)
+
+
 def test_claims_of_arrays(tmp_path: Path) -> None:
     """A header may claim any size: nothing is allocated for it."""
     path = tmp_path / "x.npy"

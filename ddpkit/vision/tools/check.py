@@ -10,6 +10,8 @@ import io
 import json
 import math
 import os
+import re
+import shlex
 import sys
 import warnings
 from collections import Counter
@@ -29,7 +31,7 @@ from ddpkit.data.format import NAME, Format, read_format, write_format
 from ddpkit.data.samples import MapDataset
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
-from ddpkit.vision import folders, lists
+from ddpkit.vision import folders, lists, places
 from ddpkit.vision.bars import tqdm
 from ddpkit.vision.masks import (
     VOID,
@@ -43,7 +45,8 @@ from ddpkit.vision.masks import (
 from ddpkit.vision.tools import alike, arguments
 from ddpkit.vision.tools.check_picture import draw_check
 
-PARTS = ("train", "val", "test")
+# what is wrong with a mask, without its path and numbers of its own
+OF_MASK = re.compile(r".*?: (.*?)(, such as .*)? in \d+ pixels")
 CHUNK = 8  # samples that a worker reads at once: what is passed on takes time, too
 
 
@@ -182,10 +185,9 @@ class Survey:
             self.warnings += alike.find_alike(self.small["train"], self.small[part])
         self.errors += self.mixed[:1]  # one for the whole set
         if self.turned:
-            others = len(self.turned) - 1
             self.warnings.append(
-                f"{self.turned[0]}: EXIF turns this image and {others} others; their "
-                "masks have to be upright"
+                f"{self.turned[0]}: EXIF turns this image and {len(self.turned) - 1} others; "
+                "their masks have to be upright"
             )
         if self.has_masks:
             self.name_classes(labels)
@@ -248,9 +250,9 @@ class Survey:
                 noted.append(f"{self.root}: the masks of {part} are void everywhere")
             unknown = [str(value) for value in sorted(images.keys() - known)]
             if unknown:
-                of = "validation" if part == "val" else part
-                line = f"{of} masks have {shorten(unknown)}"
-                self.errors.append(f"{self.root}: {line}, no training mask has")
+                self.errors.append(
+                    f"{self.root}: masks of {part} have {shorten(unknown)}, no training mask has"
+                )
 
     def propose(self, format: Format) -> Format:
         """Return what data.json should say: with mean and deviation, if images have "channels"."""
@@ -302,8 +304,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for line in survey.lines():
         distributed.print0(line)
     sort_out_broken(survey, given.skip_broken)
+    # of masks with the same wrong value the first alone
+    lines_of: dict[str, list[str]] = {}
     for line in sorted(survey.errors):
-        distributed.print0(f"error: {line}")
+        lines_of.setdefault(OF_MASK.sub(r"\1", line), []).append(line)
+    for first, *others in lines_of.values():
+        more = f" ({len(others)} more masks likewise)" if others else ""
+        distributed.print0(f"error: {first}{more}")
     for line in survey.warnings:
         distributed.print0(f"warning: {line}")
     wanted = survey.propose(format)
@@ -316,6 +323,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if refused and not survey.errors:
         survey.errors.append(refused)
     distributed.print0(f"{len(survey.errors)} errors, {len(survey.warnings)} warnings")
+    if not survey.errors:
+        distributed.print0(
+            f"next: ./launch.sh --data {shlex.quote(str(root))} --output-dir runs/first"
+        )
     distributed.teardown()
     sys.exit(1 if survey.errors else 0)
 
@@ -359,7 +370,7 @@ def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
     ignored: list[UserError] = []  # they are in `left_over`
     pairs = folders.read_parts(root, has_masks, [*survey.sizes], ignored.append)
     tables = {}
-    for part in reversed(PARTS):  # with train.csv, the last one, lists are read
+    for part in reversed(places.PARTS):  # with train.csv, the last one, lists are read
         path = folders.find_list(root, part)
         if path and not folders.has_lists(root):
             raise UserError(f"{path}: rename it: new lists would be read with it")
