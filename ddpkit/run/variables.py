@@ -326,7 +326,11 @@ def parts_of(value: object, has_metrics: bool) -> Iterator[tuple[str, object]]:
     has_attributes = is_own(kind_of(value))
     if has_attributes:
         for name, each in attributes(value).items():
-            yield f".{name}", each
+            if not isinstance(each, nn.Module):
+                yield f".{name}", each
+                continue
+            for inner, part in parts_of(each, has_metrics):
+                yield f".{name}{inner}", part
     if not has_attributes or isinstance(value, COLLECTIONS):
         yield "", value
 
@@ -386,7 +390,7 @@ def content(value: object, depth: int) -> object:
         return "a time"
     if isinstance(value, PLAIN):
         return value
-    if not depth:
+    if not depth or isinstance(value, nn.Module):  # whose weights are another matter
         return name
     if isinstance(value, types.GeneratorType) and not value.gi_yieldfrom:
         value = value.gi_frame and value.gi_frame.f_locals
