@@ -162,13 +162,11 @@ def test_training(tmp_path: Path) -> None:
     assert "waiting for images, ours: " in done.out
 
 
-@pytest.mark.soak
 def test_scaling(tmp_path: Path) -> None:
     words = "--images", 32, "--flags", FLAGS["segmentation"]
     assert "share of linear: " in benchmark(tmp_path, "scaling", words).ok().out
 
 
-@pytest.mark.soak
 def test_virtual_ranks(tmp_path: Path) -> None:
     """With the flag each network has one checksum, on one and on two ranks."""
     words = "--images", 32, "--ranks", 1, 2
@@ -189,7 +187,6 @@ def test_defaults(project: Project, few: Path, tmp_path: Path) -> None:
     assert "| --hflip 0.5 " in done.out
 
 
-@pytest.mark.soak
 def test_resume() -> None:
     """Of two that are always there: ddpkit goes on exactly, torch's example does not."""
     names = "plain torch", "ddpkit.Checkpoints"
