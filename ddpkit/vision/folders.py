@@ -305,9 +305,10 @@ def add_groups(pairs: Pairs, path: Path, note: Note) -> Pairs:
     if not os.path.lexists(path):
         return pairs
     group_of = dict(read_list(path, ("file", "group"), note))
-    for image, *_ in pairs:
-        if image not in group_of:
-            note(UserError(f"{path}: has no row for {image}; add one"))
+    lacking = [image for image, *_ in pairs if image not in group_of]
+    if lacking:
+        line = f"{path}: has no row for {len(lacking)} images, such as {lacking[0]}"
+        note(UserError(f"{line}; add one for each"))
     return [(*pair, group_of[pair[0]]) for pair in pairs if pair[0] in group_of]
 
 
@@ -526,7 +527,10 @@ def read_list(path: Path, columns: Sequence[str], note: Note = raise_it) -> Pair
     wanted = list(dict.fromkeys([*columns, *({"group"} & there)]))
     others = [name for name in there if name and name not in wanted]
     if others:
-        distributed.print0(f"{path}: columns not used: {', '.join(others)}")
+        distributed.print0(
+            f"{path}: columns not used: {', '.join(others)} (rename one "
+            "to group to keep images of a patient or a video together)"
+        )
     column = lists.part_column(rows)
     own = places.part_in_name(path.stem)
     pairs = []

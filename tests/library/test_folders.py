@@ -693,7 +693,8 @@ def test_groups_of_folders(drawn: Callable, kind: str) -> None:
     table = data / "groups.csv"
     *rows, last = table.read_text().splitlines()
     table.write_text("\n".join(rows))
-    with refusal("folders.add_groups", f"has no row for {data / last.split(',')[0]}"):
+    line = f"has no row for 1 images, such as {data / last.split(',')[0]}; add one for each"
+    with refusal("folders.add_groups", line):
         find(kind, data)
 
 
@@ -831,7 +832,7 @@ class TestLists:
     ) -> None:
         """They are named; one that divides the set is refused, unless it says the same."""
         self.rows(tmp_path, "id,file,label,Split\n1,a.jpg,x,Train\n2,a.jpg,x,\n")
-        line = f"{tmp_path / 'train.csv'}: columns not used: id, Split\n"
+        line = f"{tmp_path / 'train.csv'}: columns not used: id, Split (rename"
         assert capsys.readouterr().out == line
         with refusal("folders.read_list", "train.csv, line 3: Split is test, "):
             self.rows(tmp_path, "file,label,Split\na.jpg,x,train\na.jpg,x,test\n")
