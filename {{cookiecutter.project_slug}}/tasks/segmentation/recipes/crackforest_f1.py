@@ -31,8 +31,9 @@ def distances(cracks: np.ndarray) -> np.ndarray:
 run = Path(sys.argv[1])
 with open(run / "eval" / "predictions.csv") as file:
     images = [Path(row["path"]) for row in csv.DictReader(file)]
-options = ["--checkpoint", run / "best.pt", "--output", run / "f1"]
-subprocess.run([sys.executable, "predict.py", *images, *options], check=True)
+options = ["--checkpoint", str(run / "best.pt"), "--output", str(run / "f1")]
+command = [sys.executable, "predict.py", *map(str, images), *options]
+subprocess.run(command, check=True)
 counts = np.zeros((len(TOLERANCES), 4), np.int64)
 for image in images:
     name = f"{image.stem}.png"
