@@ -293,6 +293,37 @@ def test_several_digits(tmp_path: Path) -> None:
     assert counts == {"train": 2000, "val": 500}
 
 
+def test_f1_of_cracks(tmp_path: Path) -> None:
+    """Of 30 predicted pixels 20 are near a label, of 15 labelled 10; one image has none found."""
+    truth = np.zeros((2, 20, 20), np.uint8)
+    truth[0, 4, :10] = 1
+    truth[1, 0, :5] = 1
+    found = np.zeros_like(truth)
+    found[0, 5:7, :10] = 1
+    found[0, 15, :10] = 1
+    run = tmp_path / "run"
+    folders = {"val/masks": truth, "run/f1/masks": found}
+    for folder, masks in folders.items():
+        (tmp_path / folder).mkdir(parents=True)
+        for number, mask in enumerate(masks):
+            Image.fromarray(mask).save(tmp_path / folder / f"{number}.png")
+    (run / "eval").mkdir()
+    paths = [str(tmp_path / "val/images" / f"{number}.jpg") for number in range(2)]
+    (run / "eval/predictions.csv").write_text("\n".join(["path", *paths]))
+    expected = [*paths, "--checkpoint", "run/best.pt", "--output", "run/f1"]
+    stand_in = f"import sys; assert sys.argv[1:] == {expected}, sys.argv"
+    (tmp_path / "predict.py").write_text(stand_in)
+    script = TEMPLATE / "tasks/segmentation/recipes/crackforest_f1.py"
+    printed = subprocess.check_output(
+        [sys.executable, script, "run"], cwd=tmp_path, text=True
+    )
+    assert printed.splitlines() == [
+        "0 pixels: precision 0.000, recall 0.000, F1 0.000",
+        "2 pixels: precision 0.667, recall 0.667, F1 0.667",
+        "5 pixels: precision 0.667, recall 0.667, F1 0.667",
+    ]
+
+
 @both_tasks
 @on_ranks(1)
 def test_imagenet_weights(project: Project, tmp_path: Path) -> None:

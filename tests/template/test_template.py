@@ -66,7 +66,12 @@ OF_THE_TASK = {
         "recipes/signs10.txt",
     },
     "segmentation": OF_BOTH
-    | {"losses.py", "recipes/cracks_unet.txt", "recipes/crackforest.txt"},
+    | {
+        "losses.py",
+        "recipes/crackforest.txt",
+        "recipes/crackforest_f1.py",
+        "recipes/cracks_unet.txt",
+    },
 }
 RENDERED = {"EDITS.md", "README.md"}
 WRITTEN = {"LICENSE", "pyproject.toml"}  # by a hook, with the answers
