@@ -181,7 +181,7 @@ def check_same(
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not model; after unfreezing "
             "weights wrap the model in DDP again; also wrap a second module with weights; change "
-            "weights in the same way on all ranks (run.common draws the same numbers)"
+            "weights in the same way on all ranks, by the same random numbers"
         )
 
 
