@@ -160,9 +160,11 @@ def check_share(loader: object, use: str) -> None:
             )
         is_known = is_known or use == "train" or each is dataset
     if not is_known:
-        remedy = (
-            " (sample_weights=...) or a DistributedSampler" if use == "train" else ""
-        )
+        remedy = ""
+        if use == "train":
+            remedy = (
+                " or a DistributedSampler (weights: train_loader(sample_weights=...))"
+            )
         raise UserError(
             f"unknown which samples of the {use} loader belong to this rank: use "
             f"ddpkit.{use}_loader(...){remedy}; if each rank has its own samples, give the dataset "
