@@ -34,7 +34,7 @@ DEPTH = 5  # of lists in lists, and of objects in objects
 A_DAY = 86400  # seconds
 BEGAN = time.perf_counter()
 PLAIN = tuple(module_state.PLAIN)
-COLLECTIONS = Mapping, set, frozenset, list, tuple, collections.deque
+COLLECTIONS = Mapping | set | frozenset | list | tuple | collections.deque
 # What torch has in each optimizer; what else one has, its state_dict may lack
 OF_OPTIMIZERS = "defaults", "param_groups", "state"
 OF_PARTS = "part: "  # as names of these begin
@@ -326,11 +326,10 @@ def parts_of(value: object, has_metrics: bool) -> Iterator[tuple[str, object]]:
     has_attributes = is_own(kind_of(value))
     if has_attributes:
         for name, each in attributes(value).items():
-            if not isinstance(each, nn.Module):
-                yield f".{name}", each
-                continue
-            for inner, part in parts_of(each, has_metrics):
-                yield f".{name}{inner}", part
+            yield f".{name}", each
+            if isinstance(each, nn.Module):
+                for inner, part in parts_of(each, has_metrics):
+                    yield f".{name}{inner}", part
     if not has_attributes or isinstance(value, COLLECTIONS):
         yield "", value
 
@@ -390,14 +389,15 @@ def content(value: object, depth: int) -> object:
         return "a time"
     if isinstance(value, PLAIN):
         return value
-    if not depth or isinstance(value, nn.Module):  # whose weights are another matter
+    if not depth:
         return name
     if isinstance(value, types.GeneratorType) and not value.gi_yieldfrom:
         value = value.gi_frame and value.gi_frame.f_locals
     elif isinstance(value, Iterator) and not hasattr(value, "read"):
         # no file; of most nobody sees the place: always another one
         return getattr(value, "_num_yielded", time.monotonic_ns())
-    elif is_own(kind) and not isinstance(value, COLLECTIONS):
+    # of a network its layers, not its weights
+    elif is_own(kind) and not isinstance(value, COLLECTIONS | nn.Module):
         value = attributes(value)
     if isinstance(value, Mapping):
         value = list(value.items())
