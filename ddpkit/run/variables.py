@@ -354,14 +354,14 @@ def is_own(kind: type | types.FunctionType) -> bool:
 def attributes(value: object) -> dict[str, object]:
     """Return those of an object or a class, without a call of what only looks like one.
 
-    Of a function also its defaults, and what it has from the function that has made it.
+    Of a function its defaults, and what it has from the function that has made it.
     """
+    if isinstance(value, types.FunctionType):
+        held = inspect.getclosurevars(value).nonlocals
+        return {**held, "defaults": value.__defaults__}
     found = dict(getattr(value, "__dict__", {}))
     for name in getattr(value, "__slots__", ()):
         found[name] = getattr(value, name, None)
-    if isinstance(value, types.FunctionType):
-        found |= inspect.getclosurevars(value).nonlocals
-        found["defaults"] = value.__defaults__
     return found
 
 
