@@ -29,7 +29,7 @@ def distances(cracks: np.ndarray) -> np.ndarray:
 
 
 run = Path(sys.argv[1])
-with open(run / "eval" / "predictions.csv") as file:
+with open(run / "eval" / "predictions.csv", encoding="utf-8") as file:
     images = [Path(row["path"]) for row in csv.DictReader(file)]
 options = ["--checkpoint", str(run / "best.pt"), "--output", str(run / "f1")]
 command = [sys.executable, "predict.py", *map(str, images), *options]
