@@ -348,7 +348,7 @@ def test_flags_without_torch(task: str, tmp_path: Path) -> None:
         (*ddpkit, "check"): "required: DIR",
         (*ddpkit, "check", ".", "--epoch", "3"): "did you mean --epochs?",
         (*ddpkit, "export", "--chekpoint", "b.pt"): "did you mean --checkpoint?",
-        (*ddpkit, "publish", "--license"): "--license needs a value: --license ",
+        (*ddpkit, "publish", "--license"): "--license: expected one argument (",
         (*ddpkit, "where"): "no run has written here",
         (*ddpkit, "copy"): "already exists",
     }.items():

@@ -36,7 +36,6 @@ FLAGS = {
     "uv": "--frozen --no-annotate --no-hashes --no-header --python-version --universal",
     "cookiecutter": "--checkout --no-input",
     "copier": "--trust",
-    "pip": "--index-url",
     "pre-commit": "--all-files",
 }
 FILES = {
