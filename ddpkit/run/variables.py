@@ -32,15 +32,14 @@ FEW = 100  # items of a list, at each end, and of a dict, that are looked at
 MOST_NUMBERS = 4096  # of a tensor that are
 DEPTH = 5  # of lists in lists, and of objects in objects
 A_DAY = 86400  # seconds
-BEGAN = time.perf_counter()
+BEGAN = time.perf_counter()  # by which a time of it is known for one
 PLAIN = tuple(module_state.PLAIN)
 COLLECTIONS = Mapping | set | frozenset | list | tuple | collections.deque
 # What torch has in each optimizer; what else one has, its state_dict may lack
 OF_OPTIMIZERS = "defaults", "param_groups", "state"
 OF_PARTS = "part: "  # as names of these begin
-OF_METRICS = (
-    " (metric)"  # as names of these end; each epoch may begin with what is left in them
-)
+# as names of these end; an epoch may begin with what the one before has left in them
+OF_METRICS = " (metric)"
 # Instructions after which the next one does not follow
 ENDING = "RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"
 Checksums = dict[str, int]  # by the name of a variable
@@ -224,8 +223,8 @@ def functions(run: object) -> Iterator[tuple[str, types.FrameType]]:
     of_script = 0
     while frame:
         frames.append(frame)
-        is_own = agreement.own_path(process.project(), frame.f_code.co_filename)
-        if is_own or any(value is run for value in variables_of(frame).values()):
+        path = agreement.own_path(process.project(), frame.f_code.co_filename)
+        if path or any(value is run for value in variables_of(frame).values()):
             of_script = len(frames)
         frame = frame.f_back
     prefix = ""
