@@ -28,6 +28,12 @@ def distances(cracks: np.ndarray) -> np.ndarray:
     return distance_transform_edt(~cracks)
 
 
+def cracks_in(path: Path) -> np.ndarray:
+    """Return where a mask has cracks, (H, W)."""
+    mask = Image.open(path, formats=["PNG"])
+    return np.array(mask) == CRACK
+
+
 run = Path(sys.argv[1])
 with open(run / "eval" / "predictions.csv", encoding="utf-8") as file:
     images = [Path(row["path"]) for row in csv.DictReader(file)]
@@ -37,8 +43,8 @@ subprocess.run(command, check=True)
 counts = np.zeros((len(TOLERANCES), 4), np.int64)
 for image in images:
     name = f"{image.stem}.png"
-    labelled = np.array(Image.open(image.parents[1] / "masks" / name)) == CRACK
-    predicted = np.array(Image.open(run / "f1" / "masks" / name)) == CRACK
+    labelled = cracks_in(image.parents[1] / "masks" / name)
+    predicted = cracks_in(run / "f1" / "masks" / name)
     for row, tolerance in zip(counts, TOLERANCES, strict=True):
         right = predicted & (distances(labelled) <= tolerance)
         found = labelled & (distances(predicted) <= tolerance)
