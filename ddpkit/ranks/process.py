@@ -189,11 +189,8 @@ def exit_now(status: int) -> NoReturn:
         os.kill(os.getppid(), KILL)
     # At last: in the main thread torch raises an error for a worker that has ended.
     for child in multiprocessing.active_children():
-        if not child.daemon:  # what a person has started may clean up
-            child.terminate()
-            continue
-        child.kill()  # one may hang, or hold SIGTERM back
-        child.join(1)  # until then it may put something into the folder
+        # one that hangs, or holds SIGTERM back; what a person has started may clean up
+        child.kill() if child.daemon else child.terminate()
     remove_folders()
     # Not sys.exit: it ends this thread alone, and exit handlers, destructors of C++ and
     # threads of nccl would wait for ranks that are not there any more.

@@ -246,6 +246,10 @@ def test_one_process(own: Project, few: Path) -> None:
             debugger.go(count=1)
         (worker,) = debugger.go(count=1)
         assert worker.threads()[0] == "rank 0, worker 0"
+        debugger.set("main.py", LOOP)
+        assert debugger.go(count=1)[0].evaluate("rank") == "0"
+        debugger.set("dataset.py", FIRST_READ)
+        (worker,) = debugger.go(count=1)
         worker.disconnect()
         debugger.all_end()
 
