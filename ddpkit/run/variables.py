@@ -32,14 +32,14 @@ FEW = 100  # items of a list, at each end, and of a dict, that are looked at
 MOST_NUMBERS = 4096  # of a tensor that are
 DEPTH = 5  # of lists in lists, and of objects in objects
 A_DAY = 86400  # seconds
-BEGAN = time.perf_counter()  # by which a time of it is known for one
 PLAIN = tuple(module_state.PLAIN)
 COLLECTIONS = Mapping | set | frozenset | list | tuple | collections.deque
 # What torch has in each optimizer; what else one has, its state_dict may lack
 OF_OPTIMIZERS = "defaults", "param_groups", "state"
 OF_PARTS = "part: "  # as names of these begin
-# as names of these end; an epoch may begin with what the one before has left in them
-OF_METRICS = " (metric)"
+# As names end of which an epoch's start may have any value: metrics, with what the epoch before
+# has left in them, and floats, such as times.
+AT_START = "?"
 # Instructions after which the next one does not follow
 ENDING = "RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"
 Checksums = dict[str, int]  # by the name of a variable
@@ -91,7 +91,7 @@ class LoopVariables:
             now = self.at_start.get(name, saved)
             # What follows the epoch has another value than in the first. Within an epoch what its
             # start has worked out, as of the weights, is another one now.
-            is_other = is_within and (start != saved or not name.endswith(OF_METRICS))
+            is_other = is_within and (start != saved or not name.endswith(AT_START))
             if now != saved and (is_other or now == first != start):
                 anew.append(name)
         self.saved = {}
@@ -116,7 +116,7 @@ class LoopVariables:
         if not new:
             return
         self.said.update(new)
-        plain = [name.rpartition(": ")[2] for name in new]
+        plain = [name.rpartition(": ")[2].strip(AT_START) for name in new]
         distributed.print0(
             f"warning: {', '.join(plain)} {what}; variables are not saved: use {self.name}"
             ".numbers(NAME=...) for numbers, lists and tensors, "
@@ -177,8 +177,12 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
                     if attribute and is_mutable(each) and id(each) in known:
                         continue
                     # of a function here, a variable of this one, which is looked at itself
-                    if not (callable(value) and variables.get(attribute[1:]) is each):
-                        found[function + name + attribute] = short_hash(each)
+                    is_function = isinstance(value, types.FunctionType)
+                    if is_function and variables.get(attribute[1:]) is each:
+                        continue
+                    full = function + name + attribute
+                    full += AT_START * isinstance(each, float)
+                    found[full] = short_hash(each)
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             trained = sum(weight.requires_grad for weight in part.parameters())
@@ -312,7 +316,7 @@ def parts_of(value: object, has_metrics: bool) -> Iterator[tuple[str, object]]:
             inner = f".{path}" * bool(path)
             if states.is_metric(module):
                 if has_metrics:
-                    yield inner + OF_METRICS, module.metric_state
+                    yield inner + AT_START, module.metric_state
                 continue
             own = module_state.attributes(vars(module))
             for name in module._non_persistent_buffers_set:
@@ -382,9 +386,7 @@ def content(value: object, depth: int) -> object:
         return pickle.dumps(value)
     if isinstance(value, Tensor | np.ndarray):
         return name, value.shape, sample(torch.as_tensor(value).detach())
-    if isinstance(value, float) and (
-        value > time.time() - A_DAY or BEGAN < value < time.perf_counter()
-    ):
+    if isinstance(value, float) and abs(value - time.time()) < A_DAY:
         return "a time"
     if isinstance(value, PLAIN):
         return value

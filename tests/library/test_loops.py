@@ -458,6 +458,7 @@ class Normed(torch.nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.register_buffer("mean", torch.zeros(2), persistent=False)
+        self.alpha = 0
 
 
 def counting() -> Callable[..., None]:
@@ -491,6 +492,7 @@ class Trainer:
         meter = Meter()
         waiting: queue.Queue[int] = queue.Queue()
         inner = 0
+        large = 0.0  # beyond all times
 
         def regularize() -> None:
             nonlocal inner
@@ -499,11 +501,16 @@ class Trainer:
         for _ in self.checkpoints.epochs(3):
             anchor = net.weight.detach().clone()
             began = time.perf_counter()
+            total = began
             for _ in self.checkpoints.steps(range(4)):
                 net(torch.ones(2))
                 net.weight.data += 0.1 * anchor
                 net.mean += 1
                 self.n += 1
+                alpha = self.checkpoints.step
+                net.alpha = alpha
+                total += 1e12
+                large += 1e12
                 counted()
                 listing()
                 regularize()
@@ -516,6 +523,7 @@ class Trainer:
                 if self.checkpoints.step == dies:
                     raise Killed
             assert time.perf_counter() > began
+            assert total > began
 
 
 def test_where_else_people_keep_numbers(
@@ -534,7 +542,8 @@ def test_where_else_people_keep_numbers(
     named = (
         "anchor counted.count inner listing.defaults meter net.hooks net.mean own place"
     )
-    own = "trainer.n trainer.net.mean trainer.net.hooks"
+    own = "large net.alpha total trainer.n trainer.net.alpha trainer.net.mean"
+    own += " trainer.net.hooks"
     assert set(said.split(", ")) == {*named.split(), *own.split(), "waiting"}
 
 
