@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch.utils.data import DistributedSampler
 
 from ddpkit.data import loading, samples
 from ddpkit.data.normalizing import unpack
@@ -71,11 +72,12 @@ class Reading:
     def _share(self, batches: object) -> int:
         """Return this rank's number, or 0 on all ranks if they have to draw the same.
 
-        What is drawn may be the order, of which each rank then takes its part. It is not if the
-        ranks have seeded torch's generator, or one of the loader's own, with numbers of their own.
+        What is drawn may be the order, of which each rank then takes its part. It is not with
+        torch's DistributedSampler, which draws by its own seed, nor if the ranks have seeded
+        torch's generator, or one of the loader's own, with numbers of their own.
         """
         samplers = samplers_of(batches)
-        has_own = any(hasattr(each, "num_replicas") for each in samplers)
+        has_own = any(type(each) is DistributedSampler for each in samplers)
         generators = generators_in(batches, *samplers)
         if generators:
             states = [

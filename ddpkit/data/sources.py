@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from ddpkit.data.samples import Key
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, replicas, stopping
 
-judged: WeakSet[nn.Module] = WeakSet()  # networks that `eval_batches` was given
+# of networks that `eval_batches` was given, which weights
+judged: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
 
 
 def find_source(
@@ -75,7 +76,7 @@ def eval_batches(loader: object, where: nn.Module | torch.device) -> Iterator[tu
                 "eval_batches got ddpkit.train_loader(...), whose batches have no indices: to "
                 "evaluate on training images pass it ddpkit.val_loader(train_set, ...)"
             )
-        judged.add(where)
+        judged[where] = replicas.bit_sums(where.parameters())
         with replicas.in_evaluation(where):
             yield from eval_batches(loader, next(where.parameters()).device)
         return

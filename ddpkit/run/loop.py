@@ -502,7 +502,7 @@ class Run(Checkpoints):
         self.stepped = [
             (replicas.in_ddp(each), replicas.bare(each)) for each in networks[:1]
         ]
-        sources.judged.discard(self.model)
+        sources.judged.pop(self.model, None)
         if self.model is not self.trained:
             self.model.train()  # for end_epoch to see whether it was evaluated
         steps = self.source.steps
@@ -625,12 +625,14 @@ class Run(Checkpoints):
                 "run.end_epoch in an epoch without a loop over run.steps(train_loader, ddp_model)"
             )
         # Before any collective: another rank may be in one of evaluate().
-        if is_evaluated and self.model.training and self.model not in sources.judged:
+        now = replicas.bit_sums(self.model.parameters())
+        by_hand = None if self.model.training else now
+        if is_evaluated and sources.judged.get(self.model, by_hand) != now:
             raise UserError(
-                f"rank {distributed.rank()} did not evaluate the model of Run(model=...), which is "
-                "saved: evaluate it on all ranks, with ddpkit.eval_batches(loader, model) or after "
-                "model.eval(), or pass is_evaluated=False to end_epoch; to save an average of it: "
-                "Run(model=average.module, trained=model, average=average)"
+                f"rank {distributed.rank()} did not evaluate the model of Run(model=...) with the "
+                "weights that are saved: evaluate it on all ranks, with ddpkit.eval_batches(loader,"
+                " model) or after model.eval(), or pass is_evaluated=False to end_epoch; to save "
+                "an average of it: Run(model=average.module, trained=model, average=average)"
             )
         stopping.agree()
         if is_evaluated:

@@ -156,15 +156,13 @@ class Group:
 class Steps:
     """A loop over steps, of which an epoch has one. Its length is that of a whole epoch."""
 
-    def __init__(self, length: int | None, begin: Callable[[], Iterator]) -> None:
-        self.length = length
+    def __init__(self, length: Any, begin: Callable[[], Iterator]) -> None:
+        self.length = length  # None: of a stream
         self.begin = begin
         self.begun: Iterator | None = None  # what next() reads
 
     def __len__(self) -> int:
-        if self.length is None:
-            raise TypeError("these batches have no length")
-        return self.length
+        return self.length  # a TypeError if there is none
 
     def __iter__(self) -> Iterator:
         return self.begin()
@@ -759,7 +757,7 @@ class Checkpoints:
 
 def is_later(name: str) -> bool:
     """Return whether a part of that name is made by `numbers` or `forever`."""
-    return name == NUMBERS or re.fullmatch(FOREVER + r"\d+", name) is not None
+    return bool(re.fullmatch(rf"{NUMBERS}|{FOREVER}\d+", name))
 
 
 def check_parts(door: str, parts: states.Parts) -> None:

@@ -69,27 +69,19 @@ def import_untraced() -> None:
 
 
 def check_itself(needs: str) -> None:
-    """Raise a UserError if this ddpkit is too old, or is not the one that lies beside main.py."""
-    own = version.FOLDER
-    beside = process.project() / "ddpkit"
-    is_copy = (beside / "__init__.py").is_file()
-    if is_copy and not own.samefile(beside):
-        raise UserError(
-            f"{own} is imported instead of {beside}: start python without -I and -P"
-        )
-    this = f"{own} is ddpkit {version.__version__}"
+    """Raise a UserError if this ddpkit is too old, or too new."""
+    is_copy = (process.project() / "ddpkit").is_dir()
+    this = f"{version.FOLDER} is ddpkit {version.__version__}, main.py"
     present = version_numbers(version.__version__)
     least = version_numbers(needs)
     if present < least:
         how = "cruft update" if is_copy else "python -m pip install -r requirements.txt"
-        line = f"{this}, main.py needs {needs}"
-        raise UserError(f"{line}: update ddpkit ({how})")
+        raise UserError(f"{this} needs {needs}: update ddpkit ({how})")
     if least and present[0] > least[0]:  # names may have gone
-        line = f"{this}, main.py is written for {least[0]}"
-        remedy = (
-            f"install ddpkit<{least[0] + 1}, or migrate main.py as in docs/migration.md"
+        raise UserError(
+            f"{this} is written for {least[0]}: install ddpkit<{least[0] + 1}, or migrate main.py "
+            "by the page Migration of the documentation"
         )
-        raise UserError(f"{line}: {remedy}")
 
 
 def version_numbers(text: str) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -59,20 +60,20 @@ class Unsaved:
             )
 
     def say_optimizers(self) -> None:
-        """Report which have stepped, when there are new ones; and schedulers of all that train."""
+        """Report which have stepped, when there are new ones; their schedulers, and scalers."""
         if self.looked_at == len(self.stepped):
             return
         self.looked_at = len(self.stepped)
         saved: list[Any] = []
         for part in self.parts.values():
             saved += with_inner(part)
-        optimizers = [each for each in saved if isinstance(each, Optimizer)]
-        optimizers += map(replicas.bare, self.stepped)
-        training: list[Any] = [*optimizers]
+        training: list[Any] = [each for each in saved if isinstance(each, Optimizer)]
+        training += map(replicas.bare, self.stepped)
         for scheduler in alive(LRScheduler):
             # one that could not be made has none
-            if replicas.bare(getattr(scheduler, "optimizer", None)) in optimizers:
+            if replicas.bare(getattr(scheduler, "optimizer", None)) in training:
                 training.append(replicas.bare(scheduler))
+        training += filter(GradScaler.is_enabled, alive(GradScaler))
         for each in training:
             if each not in saved:
                 self._say(type(each).__name__)

@@ -195,6 +195,21 @@ def no_steps(run: ddpkit.Run, model: nn.Module) -> None:
     run.end_epoch({"val_loss": 1.0})
 
 
+def evaluation_of_other_weights(run: ddpkit.Run, model: nn.Module) -> None:
+    """As of an average that is swapped in for it."""
+    for _, batches in run.steps(run.train_loader, model):
+        for images, _ in batches:
+            loss = take_step(run, model, images)
+        run.end_step(loss, torch.tensor(2.0))
+    run.means()
+    with torch.no_grad():
+        run.model[1].weight.mul_(2)
+        for _ in ddpkit.eval_batches(run.val_loader, run.model):
+            pass
+        run.model[1].weight.div_(2)
+    run.end_epoch({"val_loss": 1.0})
+
+
 def a_model_in_place_of_the_loader(run: ddpkit.Run, model: nn.Module) -> None:
     run.steps(model)
 
@@ -207,6 +222,7 @@ MISUSES = [
     (in_evaluation, "loop.end_step", "eval mode"),
     (a_loop_over_the_loader, "loop.end_step", "outside the loop over run.steps"),
     (no_steps, "loop.end_epoch", "without a loop over run.steps"),
+    (evaluation_of_other_weights, "loop.end_epoch", "with the weights that are saved"),
     (
         a_model_in_place_of_the_loader,
         "other_loaders.init",

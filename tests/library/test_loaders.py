@@ -227,6 +227,30 @@ class Share(sets.Sampler):
         return len(range(distributed.rank(), 40, distributed.world_size()))
 
 
+class Sorted(DistributedSampler):
+    """Shares of an order of its own, which is the same on all ranks: of a generator, or torch's."""
+
+    def __init__(self, data: sets.Dataset, generator: torch.Generator | None) -> None:
+        super().__init__(data)
+        self.own = generator
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(len(self.dataset), generator=self.own).tolist()
+        return iter(order[self.rank :: self.num_replicas])
+
+
+class Within(DistributedSampler):
+    """Shares of another sampler's order, as Catalyst's wrapper gives them."""
+
+    def __init__(self, sampler: sets.Sampler) -> None:
+        super().__init__(sampler, shuffle=False)
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(self.sampler)
+        return iter([order[place] for place in super().__iter__()])
+
+
 def numbers(batches: Iterator) -> list[int]:
     return [n for batch in batches for n in batch[0][:, 0, 0, 0].tolist()]
 
@@ -254,6 +278,9 @@ def test_each_sample_is_trained_on_once() -> None:
         make(said(Shard(mine)), shuffle=True),
         make(everything, sampler=Share()),
         make(everything, sampler=DistributedSampler(everything)),
+        make(everything, sampler=Sorted(everything, None)),
+        make(everything, sampler=Sorted(everything, torch.Generator().manual_seed(1))),
+        make(everything, sampler=Within(sets.RandomSampler(everything))),
         DataLoader(
             everything,
             batch_sampler=sets.BatchSampler(DistributedSampler(everything), 2, False),

@@ -601,6 +601,10 @@ def test_parts_that_were_forgotten(capsys: pytest.CaptureFixture) -> None:
     left = ["AveragedModel", "ConstantLR", "SGD", "SequentialLR"]
     assert forgotten(stepped, net=net, half=halves[0]) == left
     assert forgotten([], net=net, scheduler=chain) == ["AveragedModel"]
+    scalers = [torch.amp.GradScaler("cpu", enabled=each) for each in (False, True)]
+    given["average"] = average
+    assert forgotten(stepped, **given) == ["GradScaler"]
+    assert forgotten(stepped, **given, scaler=scalers[1]) == []
 
 
 class Sharp(torch.optim.Optimizer):

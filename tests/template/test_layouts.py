@@ -122,9 +122,10 @@ def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) 
     assert "MIT License" in (copy / "LICENSE").read_text()
     own.copy_command().refused("__main__.copy", copy)
     check(copy, launch)
-    # Where the folder of main.py is left out, the other one would be used in silence.
-    isolated = own.process(own.python, "-I", "-m", "ddpkit", "check", cwd=own.folder)
-    isolated.refused("starting.check_itself", "-I")
+    # Without the folder of main.py there are no flags.
+    words = [own.python, "-I", "-m", "ddpkit", "check", few]
+    isolated = own.process(words, cwd=own.folder)
+    isolated.refused("process.own", "flags.py")
     shutil.rmtree(copy)
     check(own.library, torchrun)
     assert len(digests) == 1
