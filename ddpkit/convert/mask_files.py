@@ -342,13 +342,12 @@ def find_cityscapes(tree: Tree) -> list[str]:
 
 def read_cityscapes(tree: Tree, names: Sequence[str]) -> LabelledSet:
     with_ids = [name for name in names if name.endswith("_labelIds.png")]
-    numbers: Sequence[int] = range(len(CITY_CLASSES))
-    if with_ids:
-        numbers = [int(number) for number, *_ in CITY_CLASSES]
-    lines = []
-    for number, (_, name, *_) in zip(numbers, CITY_CLASSES, strict=True):
-        lines.append(f"{name} = {number}")
-    others = set(range(CITY_IDS)) - set(numbers)
+    number_of = {
+        name: int(number) if with_ids else index
+        for index, (number, name, *_) in enumerate(CITY_CLASSES)
+    }
+    lines = [f"{name} = {number}" for name, number in number_of.items()]
+    others = set(range(CITY_IDS)).difference(number_of.values())
     lines += [f"void = {number}" for number in sorted(others)]
     pairs = city_pairs(tree, with_ids or names)
     labelled = read_pairs(tree, [""], lambda *_: pairs, lambda *_: lines)
@@ -409,10 +408,10 @@ def read_roboflow(tree: Tree, names: Sequence[str]) -> LabelledSet:
 
 
 def roboflow_pairs(tree: Tree, folder: str) -> Pairs:
-    own = tree.in_folder(folder)
-    of_masks = [name for name in own if places.is_beside(name)]
-    image_of = tree.keyed(folder, [name for name in own if name not in of_masks])
-    return match_masks(tree, image_of, tree.keyed(folder, of_masks), part_of(folder))
+    keyed = tree.keyed(folder)
+    mask_of = {key: name for key, name in keyed.items() if places.is_beside(name)}
+    image_of = {key: name for key, name in keyed.items() if key not in mask_of}
+    return match_masks(tree, image_of, mask_of, part_of(folder))
 
 
 # Masks in black and white, which stand for one class. A folder per class: images/a.jpg, and
