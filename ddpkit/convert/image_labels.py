@@ -30,6 +30,7 @@ LABEL_COLUMN = re.compile(
 NO_LABELS = re.compile("text|captions?|prompt|description|objects", re.IGNORECASE)
 BOX_COLUMN = re.compile(r"[xy]_?(min|max|[12])|bbox\w*|box(es)?", re.IGNORECASE)
 BOX = re.compile(r"\S+( +-?[\d.]+){4}( .*)?")
+NO_NAME = re.compile(r"[\[{]|.*\n")
 YES_NO = {"0", "1", "0.0", "1.0"}
 
 
@@ -147,8 +148,10 @@ def explain_cells(column: str, cells: Sequence[Json]) -> str:
         if any(len(text.split()) % 2 for text in labels):
             return "has several numbers in a cell; if they are labels, write ; between them"
         return "has pairs of numbers, as runs (RLE) of masks; if it is one, name it rle"
-    if any(text.startswith(("[", "{")) for text in labels):
-        return "has lists in brackets; write ; between labels, or a column of 0 and 1 for each"
+    if any(map(NO_NAME.match, labels)):
+        return "has lists in brackets, or an open quote; write a name, or several with ; between"
+    if {*labels} <= YES_NO and len(labels) > len(cells):
+        return "has lists of 0 and 1, of which nothing tells the names; write these"
     boxes = list(filter(BOX.fullmatch, labels))
     if 2 * len(boxes) > len(labels):
         return "has boxes around objects, not labels; add a column label"

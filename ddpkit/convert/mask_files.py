@@ -202,13 +202,6 @@ def match_masks(
             yield LeftOut("images without a mask", image)
 
 
-def match_folders(tree: Tree, of_images: str, of_masks: str) -> Pairs:
-    """Yield the masks of a folder with the images of another one, and what has no partner."""
-    image_of = tree.keyed(of_images)
-    mask_of = tree.keyed(of_masks)
-    return match_masks(tree, image_of, mask_of, part_of(of_images))
-
-
 # Pascal VOC: JPEGImages/a.jpg, SegmentationClass/a.png, whose palette numbers the classes or shows
 # their colours, and ImageSets/Segmentation/train.txt, a name a line (its development kit, "Data").
 # CVAT's "Segmentation mask 1.1" has the same, and labelmap.txt with NAME:R,G,B:: in each line.
@@ -381,7 +374,10 @@ def find_camvid(tree: Tree) -> list[tuple[str, str]]:
 
 def read_camvid(tree: Tree, folders: Sequence[tuple[str, str]]) -> LabelledSet:
     # by folder of masks
-    pairs = {own: match_folders(tree, other, own) for other, own in folders}
+    pairs = {
+        own: match_masks(tree, tree.keyed(other), tree.keyed(own), part_of(other))
+        for other, own in folders
+    }
     labelled = read_pairs(
         tree, pairs, lambda _, folder: pairs[folder], lambda *_: CAMVID_NAMES.split()
     )

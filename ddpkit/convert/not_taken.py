@@ -9,7 +9,6 @@ from ddpkit.errors import UserError, shorten
 TEXTS = re.compile(
     r"\.(nd|geo)?json$|\.(jsonl|manifest|xml|txt|csv|odgt|lst)$", re.IGNORECASE
 )
-MOST = 100_000  # bytes of a text, which are looked through
 # within limits, here and below: texts may be made so that a search in them takes hours
 IMAGE = r"\S{1,999}\.(jpe?g|png|bmp|tiff?)"
 SAVE = "save its images as DIR/train/CLASS/NUMBER.png"
@@ -41,7 +40,7 @@ OF_TEXTS = {
     '"dm_format_version"|"label_id"': "Datumaro; datum convert -if datumaro -i . -f coco",
     '"annotation_id"': "Label Studio's JSON_MIN; export it as JSON",
     '"source-ref"|"image_url"': "a manifest; write columns file, label into a CSV file",
-    r'\.json{\s*"classes": *\[[^]]*\], *"labels": *{': (
+    r'\.json{\s*"classes": *\[[^]]{0,9999}\], *"labels": *{': (
         "FiftyOne; export it as ImageClassificationDirectoryTree"
     ),
     '"FeatureCollection"': "GeoJSON; export an image of class numbers for each image",
@@ -126,7 +125,7 @@ def find_known(tree: Tree) -> str:
         shown = f"/{name}"
         kinds = OF_NAMES
         if TEXTS.search(name):
-            shown += tree.start_of(name, MOST)
+            shown += tree.start_of(name)
             kinds = LISTS if found else OF_TEXTS
         for pattern, what in kinds.items():
             if re.search(pattern, shown, re.IGNORECASE):

@@ -192,8 +192,7 @@ def write_masks(
     if there <= {0, masks.VOID} and labelled.names[0] == BACKGROUND:
         raise UserError(
             "no object has an outline, so all masks would be background alone: segmentation needs "
-            "outlines, not boxes or points; write labels of images into a CSV file with columns file "
-            "and label"
+            "outlines, not boxes or points; write labels of images into a CSV file, file and label"
         )
     unused = [x for n, x in enumerate(labelled.names) if n not in there]
     if unused:

@@ -17,6 +17,7 @@ from ddpkit.vision.places import part_of
 ENDINGS = folders.EXTENSIONS | {".npy"}  # of images
 # Folders that say nothing about which image is meant. In small letters.
 USUAL = {"", ".", "..", "images", "image", "imgs", "img", "jpegimages", "data"}
+MOST = 100_000  # bytes of the beginning of a file
 Json = Any  # what a file of JSON or YAML may hold
 Rows = Sequence[tuple[int, dict[str, Json]]]  # with the numbers of their lines
 
@@ -58,7 +59,7 @@ class Tree:
 
     def leads_out(self, path: Path) -> bool:
         """Return whether a link leads to what is not in the folder, and note it."""
-        if self.follows_links or not path.is_symlink():
+        if self.follows_links or not os.path.islink(path):  # no error of a long name
             return False
         leads_out = not Path(os.path.realpath(path)).is_relative_to(self.real_root)
         if leads_out:
@@ -294,12 +295,12 @@ class Tree:
             if isinstance(content, UserError):
                 raise content
 
-    def start_of(self, name: str, count: int) -> str:
-        """Return the first bytes of a file, as text of any encoding."""
+    def start_of(self, name: str) -> str:
+        """Return the beginning of a file, as text of any encoding."""
         path = self.path(name)
         try:
             with files.open_file(path) as file:
-                return file.read(count).decode("utf-8-sig", "replace")
+                return file.read(MOST).decode("utf-8-sig", "replace")
         except OSError as error:
             raise files.failure(path, error, "read") from None
 

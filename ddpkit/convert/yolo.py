@@ -28,7 +28,6 @@ PART_KEYS = ("train", "val", "valid", "test")
 # In a YAML file: bytes, of which 2**20 take seconds; brackets, of more in each other hours.
 MOST_OF_YAML = 1 << 21
 MOST_BRACKETS = 2000
-MOST_OF_LINE = 100_000
 
 
 def find_yolo(tree: Tree) -> list[str]:
@@ -47,7 +46,7 @@ def find_class_lists(tree: Tree) -> list[str]:
     lists = tree.files_named("classes.txt")
     for image in tree.in_folder("") if lists else ():
         labels = label_file(tree, image)
-        if labels and FIRST.match(tree.start_of(labels, MOST_OF_LINE)):
+        if labels and FIRST.match(tree.start_of(labels)):
             return lists
     return []
 
