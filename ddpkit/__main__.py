@@ -37,7 +37,7 @@ ON_CPU = {
 
 
 def where() -> None:
-    """Have a run print, in its own terminal or log, the line and the collective of each rank."""
+    """Have a run print where each rank is, in the run's own terminal or log."""
     parser = Parser(prog="python -m ddpkit where", description=where.__doc__)
     parser.add_argument(
         "run",
@@ -45,7 +45,7 @@ def where() -> None:
         metavar="OUTPUT_DIR",
         default="runs/default",
         type=Path,
-        help="of the run (default: runs/default)",
+        help="of the run",
     )
     folder = parser.parse_args().run
     if not (folder / ".lock").exists():
@@ -59,10 +59,7 @@ def where() -> None:
 
 
 def copy() -> None:
-    """Copy the installed ddpkit into the project, to edit it or for nodes without a network.
-
-    From then on the copy beside main.py is used, until you remove it.
-    """
+    """Copy the installed ddpkit into the project, which uses it until you remove it."""
     Parser(prog="python -m ddpkit copy", description=copy.__doc__).parse_args()
     project = process.project()
     if not (project / "main.py").is_file():

@@ -2,29 +2,34 @@
        [NAME=value ...] python -m ddpkit launch SCRIPT [its flags]
        [NAME=value ...] python -m ddpkit launch -m MODULE [its flags]
 
-Starts a process of main.py, SCRIPT or MODULE for each GPU of this machine, or two if it has no GPU.
-On a Mac it starts one, on Apple's GPU; several processes use the CPU.
+Starts a process of main.py, SCRIPT or MODULE for each GPU of this machine, or
+two if it has no GPU. On a Mac it starts one, on Apple's GPU; several processes
+use the CPU.
 
-  NPROC           processes on this node     (default: one per GPU, or 2 without GPUs)
-  NNODES          number of nodes            (default: 1)
-  NODE_RANK       index of this node, from 0 (required if NNODES > 1)
-  MASTER_ADDR     address of node 0          (required if NNODES > 1)
-  MASTER_PORT     free port on node 0        (default: 29500; on one node any free port)
-  PYTHON          interpreter                (default: python, else python3)
-  MAX_RESTARTS    restarts after a failure   (default: 0), each from the last checkpoint
-  OMP_NUM_THREADS CPU threads per process    (default: its share of the CPUs; with GPUs at most 4)
+  NPROC           processes on this node   (default: one per GPU, else 2)
+  NNODES          number of nodes          (default: 1)
+  NODE_RANK       this node, from 0        (required if NNODES > 1)
+  MASTER_ADDR     address of node 0        (required if NNODES > 1)
+  MASTER_PORT     free port on node 0      (default: 29500; on one node any)
+  PYTHON          interpreter              (default: python, else python3)
+  MAX_RESTARTS    restarts after a failure, from last.pt  (default: 0)
+  OMP_NUM_THREADS CPU threads per process  (default: its share of the CPUs; with
+                                           GPUs at most 4)
 
-Started once per node by SLURM's srun, it needs neither NNODES nor what follows it.
-NPROC must be the same on all nodes; MAX_RESTARTS works on one node only.
+Under SLURM's srun, one task per node, omit NNODES, NODE_RANK, MASTER_ADDR and
+MASTER_PORT. NPROC must be the same on all nodes; MAX_RESTARTS works on one node
+only.
 
-Exit status: 0 done, 75 stopped by a signal and saved, 2 usage error, else a failure.
+Exit status: 0 done, 75 stopped by a signal and saved, 2 usage error, else a
+failure.
 
 One node:        ./launch.sh --epochs 90
 Two of its GPUs: CUDA_VISIBLE_DEVICES=0,1 ./launch.sh
 CPU only:        CUDA_VISIBLE_DEVICES= ./launch.sh
 Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
                  NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ./launch.sh     on node1
-SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-per-node 8 ./launch.sh
+SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 \\
+                      --gpus-per-node 8 ./launch.sh
 """
 
 # Each rank has torchrun's variables and gets all signals that this process gets; it

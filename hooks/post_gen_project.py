@@ -20,6 +20,7 @@ CONTEXT = json.loads(r""" {{ cookiecutter | tojson }} """)
 
 # Once ddpkit is in the package index: the releases that a project takes, such as ">=3,<4".
 RELEASES = ""
+BELOW_DDPKIT = "  # and its requirements; torch again, for [tool.uv.sources]"
 # as in pyproject.toml, for pip
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -65,7 +66,8 @@ def place_library(repository: Path | None, template: str, commit: str) -> list[s
         # It requires all the others. uv takes torch from an index by choice only if the
         # project itself requires it.
         own = [line for line in required if re.match("torch(vision)?>", line)]
-        return [*own, f"ddpkit[{CONTEXT['task']}]{address}"]
+        # What `uv add` adds comes last, as they are not sorted.
+        return [f"ddpkit[{CONTEXT['task']}]{address}", *sorted(own, reverse=True)]
     if library.is_file() and repository:
         library.unlink()
         shutil.copytree(repository / "ddpkit", library)
@@ -94,6 +96,8 @@ def write_requirements(lines: list[str]) -> None:
         name += "-project"
     title = quoted(CONTEXT["project_name"])
     listed = "".join(f"\n  {quoted(line)}," for line in lines)
+    # Each update changes the line of ddpkit: three lines later nothing conflicts with it.
+    listed = re.sub(r'(\n  "ddpkit.*)', rf"\1\n{BELOW_DDPKIT}", listed)
     changes = {
         'name = "my-ddp-project"': f"name = {quoted(name)}",
         'description = "My DDP Project"': f"description = {title}",
@@ -196,8 +200,7 @@ or, without uv:
     )
     if "_repo_dir" in CONTEXT and not commit:
         print(
-            "\nNo .cruft.json was written, which `cruft update` needs: the template has\n"
-            "uncommitted files, is not a git repository, or has a relative path beside\n"
-            "--output-dir. To add it:\n"
-            "cruft link ADDRESS"
+            "\nNo .cruft.json was written, which `cruft update` needs: the template is no\n"
+            "clean git repository, or was given by a relative path beside --output-dir.\n"
+            "For updates generate from https://github.com/ACCOUNT/ddp-template instead."
         )

@@ -1,17 +1,18 @@
 """Convert labels of other programs: python -m ddpkit convert SOURCE OUT
 
-Makes OUT, a folder that --data takes: images (hard links, where the disk has them), masks as PNG or
-class folders, classes.txt, and the parts train, val and test as SOURCE has them. What SOURCE is it
-finds out by itself, and says so; --format decides:
+Makes OUT, a folder that --data takes: images (hard links, where the disk has
+them), masks as PNG or class folders, classes.txt, and the splits train, val and
+test as SOURCE has them. The format of SOURCE is detected and printed; --format
+overrides it:
 
 {formats}
 
-Of objects that overlap the larger ones are drawn first. A pixel belongs to an outline if its centre
-lies inside; what no object covers is class 0, background. COCO's crowds, and classes named void,
-ignore, ignored, unlabeled or unlabelled, are void (255). What is left out is counted and named.
-Images are found by as much of their paths as the labels give; one of another part or folder is not
-taken. OUT appears once it is whole. If it is there already, nothing is written: remove it to
-convert anew.
+Where objects overlap, smaller ones are drawn on top. A pixel belongs to an
+outline if its centre lies inside; what no object covers is class 0, background.
+COCO's crowds, and classes named void, ignore, ignored, unlabeled or unlabelled,
+are void (255). What is left out is counted and named. Images are matched by the
+path in the label file, never across splits or folders. OUT appears once it is
+complete. If it exists already, nothing is written: remove it to convert anew.
 """
 
 import glob

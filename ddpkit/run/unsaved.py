@@ -4,7 +4,7 @@ import contextlib
 import gc
 from collections.abc import Collection
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,19 +32,21 @@ class Unsaved:
         self.looked_at = 0  # optimizers
         self.said: set[str] = set()
         # of networks that are no parts, before the first step of this process
-        self.at_start: dict[nn.Module, int] = {}
+        self.at_start: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def note_networks(self) -> None:
         """Note, before the first step, what networks hold that are not among the parts."""
-        self.at_start = states.checksums(other_networks(self.parts))
+        self.at_start.update(states.checksums(other_networks(self.parts)))
 
     def say_networks(self) -> None:
         """Report after a few steps which of them have changed, as the one of a mean teacher."""
-        changed = self._changed_networks()
-        if changed:
-            gc.collect()  # those of an earlier run in this process
-        for network in changed:
-            self._say(f"another model of class {type(network).__name__}")
+        gc.collect()  # those of an earlier run in this process
+        for network, checksum in states.checksums(other_networks(self.parts)).items():
+            # An average of the last epochs has not begun.
+            is_waiting = isinstance(network, AveragedModel) and not network.n_averaged
+            if is_waiting or self.at_start.get(network, checksum) != checksum:
+                self._say(f"another model of class {type(network).__name__}")
+        self.at_start.clear()
         strays: set[Tensor] = set()
         for part in self.parts.values():
             if isinstance(part, Optimizer):
@@ -55,16 +57,6 @@ class Unsaved:
                 f"warning: {len(strays)} of the optimizer's weights are in no module passed to "
                 f"{self.door}(...) by name (a loss?): they are not saved, and differ between ranks"
             )
-
-    def _changed_networks(self) -> WeakSet[nn.Module]:
-        changed: WeakSet[nn.Module] = WeakSet()
-        for network, checksum in states.checksums(other_networks(self.parts)).items():
-            # An average of the last epochs has not begun.
-            is_waiting = isinstance(network, AveragedModel) and not network.n_averaged
-            if is_waiting or self.at_start.get(network, checksum) != checksum:
-                changed.add(network)
-        self.at_start = {}
-        return changed
 
     def say_optimizers(self) -> None:
         """Report which have stepped, when there are new ones; and schedulers of all that train."""

@@ -132,7 +132,7 @@ class LoopVariables:
 
         is_between: it is that of the end of an epoch.
         """
-        if not distributed.is_rank_zero() or not self.at_start:
+        if not self.at_start:  # as on all ranks but the first
             return self.saved
         needed = checksums(run, parts, "next epoch" if is_between else "epoch")
         if is_between:
@@ -154,6 +154,7 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
     that the rest of the "epoch", or the "next epoch", reads before it sets them again.
     """
     known = {id(run)}
+    saved = states.names_of(parts)
     for part in parts.values():
         # of networks, besides metrics, a checkpoint has no attributes
         if not isinstance(part, nn.Module) or states.is_metric(part):
@@ -165,13 +166,19 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
         for name, value in variables.items():
             with contextlib.suppress(Exception):  # of objects of libraries
                 value = replicas.bare(value)
-                has_attributes = isinstance(value, nn.Module) or is_own(kind_of(value))
+                is_network = isinstance(value, nn.Module)
+                has_attributes = is_network or is_own(kind_of(value))
                 if name[:2] == "__" or id(value) in known:
                     continue
                 if name not in needed and not has_attributes:
                     continue
                 if is_mutable(value):  # an inner function may be given it, too
                     known.add(id(value))
+                if is_network and name in needed and reader != "next epoch":
+                    # those of no part, as of a copy that each epoch makes
+                    found[f"{function}{name}.weights"] = short_hash(
+                        [each for each in value.parameters() if each not in saved]
+                    )
                 # metrics begin anew with each epoch
                 for attribute, each in parts_of(value, reader != "next epoch"):
                     if attribute and is_mutable(each) and id(each) in known:

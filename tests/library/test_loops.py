@@ -500,11 +500,12 @@ class Trainer:
 
         for _ in self.checkpoints.epochs(3):
             anchor = net.weight.detach().clone()
+            teacher = copy.deepcopy(net)
             began = time.perf_counter()
             total = began
             for _ in self.checkpoints.steps(range(4)):
                 net(torch.ones(2))
-                net.weight.data += 0.1 * anchor
+                net.weight.data += 0.1 * anchor + 0.1 * teacher.weight.data
                 net.mean += 1
                 self.n += 1
                 alpha = self.checkpoints.step
@@ -544,7 +545,8 @@ def test_where_else_people_keep_numbers(
     )
     own = "large net.alpha total trainer.n trainer.net.alpha trainer.net.mean"
     own += " trainer.net.hooks"
-    assert set(said.split(", ")) == {*named.split(), *own.split(), "waiting"}
+    named += " teacher.weights teacher.alpha teacher.hooks teacher.mean waiting"
+    assert set(said.split(", ")) == {*named.split(), *own.split()}
 
 
 def test_variables_that_change_with_the_epoch(

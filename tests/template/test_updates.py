@@ -164,7 +164,7 @@ def test_a_release(repository: Repository, tmp_path: Path) -> None:
     assert f"@{tagged}\n" in requirements(project)
     shutil.rmtree(project)
     cookiecutter(ADDRESS, cwd=tmp_path, env=env)
-    assert "\nddpkit[classification]>=3,<4\n" in requirements(project)
+    assert "ddpkit[classification]>=3,<4" in requirements(project).splitlines()
     assert not (project / "ddpkit").exists()
 
 
@@ -226,6 +226,24 @@ def test_update(repository: Repository, tmp_path: Path) -> None:
     assert not (project / "tasks").exists()
     assert cruft_file(project)["commit"] == newest
     cruft("check", cwd=project, env=env)
+
+
+def test_an_added_dependency(repository: Repository, tmp_path: Path) -> None:
+    """`uv add` puts it last, as the list is not sorted: no update changes the line before it."""
+    origin, env = repository
+    project = cookiecutter("gh:org/ddp-template", cwd=tmp_path, env=env)
+    path = project / "pyproject.toml"
+    text = path.read_text()
+    listed = text.partition("dependencies = [\n")[2].partition("\n]")[0]
+    assert sorted(listed.splitlines()) != listed.splitlines()
+    path.write_text(text.replace(listed, f'{listed}\n  "einops>=0.8",'))
+    edit(project, env)
+    with open(origin / TEMPLATE_FOLDER / "main.py", "a") as file:
+        file.write("# newer\n")
+    newest = commit(origin, env)
+    update(project, env)
+    assert '  "einops>=0.8",\n]' in path.read_text()
+    assert f'@{newest}"' in path.read_text()
 
 
 def copier(*words: object, cwd: Path, env: Env) -> str:
@@ -302,11 +320,11 @@ def test_cruft_file(
     project = cookiecutter(address, "--checkout", "main", cwd=tmp_path, env=env)
     assert cruft_file(project) == cruft_file(tmp_path / "by_cruft" / "my_ddp_project")
 
-    assert "cruft link" not in capfd.readouterr().out
+    assert "No .cruft.json" not in capfd.readouterr().out
     shutil.rmtree(project)
     (origin / TEMPLATE_FOLDER / "newest.txt").write_text("in no commit")
     cookiecutter(address, cwd=tmp_path, env=env)
-    assert "cruft link" in capfd.readouterr().out
+    assert "No .cruft.json" in capfd.readouterr().out
     assert (project / "newest.txt").exists()
     assert not (project / ".cruft.json").exists()
 

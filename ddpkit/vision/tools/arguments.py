@@ -13,15 +13,17 @@ CHECK = Parser(
     description="""\
 Check a dataset before training: python -m ddpkit check DIR [main.py's flags]
 
-Reads every file once, and prints what they contain and everything that is wrong with them. Draws
-check.png: a dozen training images with their classes, or tinted by their masks, each next to its
-augmentation by dataset.py, with the flags of main.py that follow DIR, such as --augment rotation.
+Reads every file once, and prints what they contain and everything that is
+wrong with them. Draws check.png: a dozen training images with their classes,
+or tinted by their masks, each next to its augmentation by dataset.py, with the
+flags of main.py that follow DIR, such as --augment rotation.
 
-The exit status is 1 if there are errors: unreadable files, images without masks or masks without
-images, different sizes, values that are not a class, images that need another value_range in
-data.json, and images or groups that are in several of train, val and test or have two labels.
-Warnings do not count: duplicates within a split, and images that EXIF rotates but not their masks.
-Any other error that would stop training is one line, with status 2.
+The exit status is 1 if there are errors: unreadable files, images without masks
+or masks without images, different sizes, values that are not a class, images
+that need another value_range in data.json, and images or groups that are in
+several of train, val and test or have two labels. Warnings do not count:
+duplicates within a split, and images that EXIF rotates but not their masks. Any
+other error that would stop training is one line, with status 2.
 """,
 )
 add = CHECK.add_argument
@@ -45,12 +47,14 @@ EXPORT = Parser(
 Export a model: python -m ddpkit export --checkpoint best.pt --output DIR
 
 Writes DIR/model.onnx, which returns what `infer` in model.py does.
-Input: `images`, uint8 (N, 3, H, W), RGB, normalised inside; with "channels" in data.json float32
-(N, channels, H, W), 0 to 1, normalised inside; if your own dataset returns floats, those unchanged.
-Output: `logits`, float32. N is free; in segmentation H and W, too: multiples of 32 from 64 up (pad
-at the right and bottom). The file contains, as JSON, classes, colors, arch, size, multiple_of,
-channels, value_range, mean and std. It is written only if its logits match the model's on random
-images.
+Input: `images`, uint8 (N, 3, H, W), RGB, normalised inside; with "channels" in
+data.json float32 (N, channels, H, W), 0 to 1, normalised inside; if your own
+dataset returns floats, those unchanged.
+Output: `logits`, float32.
+N is free; in segmentation H and W, too: multiples of 32 from 64 up (pad at the
+right and bottom). The file contains, as JSON, classes, colors, arch, size,
+multiple_of, channels, value_range, mean and std. It is written only if its
+logits match the model's on random images.
 """,
 )
 add = EXPORT.add_argument
@@ -71,12 +75,12 @@ add(
 PUBLISH = Parser(
     prog="python -m ddpkit publish",
     description="""\
-Publish a model on the Hugging Face hub: python -m ddpkit publish --repo USER/NAME
+Publish to the Hugging Face hub: python -m ddpkit publish --repo USER/NAME
 
-Writes a model card (README.md) to --output, with the checkpoint and the files next to it:
-args.json, metrics.csv, per_class.csv and images. Local paths, as in flags, are reduced to their
-last name. Pushes all this to the model USER/NAME, which is created if needed; without --repo it
-pushes nothing.
+Writes a model card (README.md) to --output, with the checkpoint and the files
+next to it: args.json, metrics.csv, per_class.csv and images. Local paths, as in
+flags, are reduced to their last name. Pushes all this to the model USER/NAME,
+which is created if needed; without --repo it pushes nothing.
 """,
 )
 add = PUBLISH.add_argument

@@ -1,8 +1,8 @@
 """Compare runs, best first: python -m ddpkit compare runs/*
 
-Prints for each --output-dir the best value of the metric that selects best.pt and its epoch, the
-number of epochs done, the training time, and the flags and the global batch if they differ between
-the runs.
+Prints for each --output-dir the best value of the metric that selects best.pt
+and its epoch, the number of epochs done, the training time, and the flags and
+the global batch if they differ between the runs.
 """
 
 import datetime
@@ -43,10 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         nargs="*",
         metavar="RUN",
         type=Path,
-        default=[Path("runs")],
         help="an --output-dir, or a folder of several (default: runs)",
     )
-    given = parser.parse_args(argv).folders
+    given = parser.parse_args(argv).folders or [Path("runs")]
     runs = []
     for folder in given:
         for each in [folder] if is_run(folder) else runs_in(folder):
