@@ -53,7 +53,7 @@ def find_cvat(tree: Tree) -> list[str]:
     return [
         name
         for name in tree.with_ending(".xml")
-        if b"<annotations" in files.parse(tree.path(name), bytes, "XML")[:500]
+        if "<annotations" in tree.start_of(name)[:500]
     ]
 
 

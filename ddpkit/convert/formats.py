@@ -1,7 +1,6 @@
 """Which format a folder of labels has."""
 
 import contextlib
-import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -203,7 +202,7 @@ def find_label_format(tree: Tree) -> LabelFormat:
     for group in CERTAIN, LIKELY:
         fitting = []
         for format in group:
-            shown = shown_by(format.name, tree)
+            shown = format.find(tree)
             # of a named file, what lies beside it is not asked for
             if tree.below(tree.named) in shown if tree.named else shown:
                 fitting.append(format)
@@ -216,10 +215,11 @@ def find_label_format(tree: Tree) -> LabelFormat:
         if fitting:
             return fitting[0]
     tree.refuse_broken()
-    not_taken.refuse_known(tree, not_taken.LISTS)
+    known = not_taken.find_known(tree)
     refuse_layout(tree, has_masks=True)
     image_labels.refuse_unclear(tree)
-    not_taken.refuse_known(tree)
+    if known:
+        raise UserError(known)
     refuse_layout(tree, has_masks=False)
     endings = Counter(ending_of(name) or "without ending" for name in tree.files)
     listed = [f"{count} {ending}" for ending, count in endings.most_common()]
@@ -232,14 +232,9 @@ def find_label_format(tree: Tree) -> LabelFormat:
     )
 
 
-@functools.cache  # lists are looked through
-def shown_by(name: str, tree: Tree) -> Sequence:
-    return FORMATS[name].find(tree)
-
-
 def read_labels(format: LabelFormat, tree: Tree) -> LabelledSet:
     """Return the labels in a folder; a UserError if it has none of this format."""
-    shown = shown_by(format.name, tree)
+    shown = format.find(tree)
     if not shown or ending_of(str(shown[0])) == ".json":
         tree.refuse_broken()
     if not shown:

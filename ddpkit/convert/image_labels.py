@@ -28,8 +28,9 @@ LABEL_COLUMN = re.compile(
     "labels?|class|category|breed|species|target|tags", re.IGNORECASE
 )
 NO_LABELS = re.compile("text|captions?|prompt|description|objects", re.IGNORECASE)
-BOX_COLUMN = re.compile(r"[xy]_?(min|max|[12])|bbox\w*", re.IGNORECASE)
+BOX_COLUMN = re.compile(r"[xy]_?(min|max|[12])|bbox\w*|box(es)?", re.IGNORECASE)
 BOX = re.compile(r"\S+( +-?[\d.]+){4}( .*)?")
+NO_NAME = re.compile(r"[\[{]|.*\n")
 YES_NO = {"0", "1", "0.0", "1.0"}
 
 
@@ -48,6 +49,7 @@ def find_metadata(tree: Tree) -> list[str]:
     return names
 
 
+@functools.cache  # all rows are looked through
 def find_lists(tree: Tree) -> list[str]:
     """Return the CSV files that name images that are there, and their labels."""
     names = []
@@ -101,14 +103,14 @@ def choose_columns(tree: Tree, name: str, rows: Rows) -> tuple[str, str, list[st
     """
     path = tree.path(name)
     image = tree.image_column(path, rows)
-    part = lists.part_column(rows)
-    first = rows[0][1]
-    others = [each for each in first if each and each not in (image, part, "group")]
-    boxes = list(filter(BOX_COLUMN.fullmatch, others))
-    if boxes:
+    part = lists.part_column(rows, path)
+    others = [
+        each for each in rows[0][1] if each and each not in (image, part, "group")
+    ]
+    for column in filter(BOX_COLUMN.fullmatch, others):
         raise UserError(
-            f"{path}: column {boxes[0]} is of boxes around objects, which are neither labels of "
-            "images nor outlines; export those"
+            f"{path}: column {column} is of boxes around objects, which have no outline; "
+            "export outlines, or, of labels of images, remove the columns of boxes"
         )
     columns = [each for each in others if each.lower() == "label"]
     columns = columns or list(filter(LABEL_COLUMN.fullmatch, others))
@@ -141,14 +143,17 @@ def explain_cells(column: str, cells: Sequence[Json]) -> str:
     if has_objects or NO_LABELS.fullmatch(column):
         return "has texts or objects, no labels of images; name the column of the labels label"
     labels = [label for cell in cells for label in labels_in(cell)]
-    are_boxes = "box" in column.lower()
     numbers = list(filter(runs.RUNS.fullmatch, labels))
-    if 2 * len(numbers) > len(labels) and not are_boxes:
+    if 2 * len(numbers) > len(labels):
         if any(len(text.split()) % 2 for text in labels):
             return "has several numbers in a cell; if they are labels, write ; between them"
         return "has pairs of numbers, as runs (RLE) of masks; if it is one, name it rle"
+    if any(map(NO_NAME.match, labels)):
+        return "has lists in brackets, or an open quote; write a name, or several with ; between"
+    if {*labels} <= YES_NO and len(labels) > len(cells):
+        return "has lists of 0 and 1, of which nothing tells the names; write these"
     boxes = list(filter(BOX.fullmatch, labels))
-    if are_boxes or 2 * len(boxes) > len(labels):
+    if 2 * len(boxes) > len(labels):
         return "has boxes around objects, not labels; add a column label"
     is_known = LABEL_COLUMN.fullmatch(column)
     most = max(9, len(labels) - 1) if is_known else len(labels) / 2
@@ -194,9 +199,10 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
             labelled.samples.append(Sample(path, part, labels=labels, group=group))
     tree.count_unnamed(labelled, everywhere=True)
     labelled.use_labels(tree.root)
-    blank = [label for label in labelled.names if " " in label]
-    if blank and columns[0].lower() in ("labels", "tags"):
+    is_list = columns[0].lower() in ("labels", "tags")
+    joined = [x for x in labelled.names if "," in x or (is_list and " " in x)]
+    if joined:
         labelled.notes.append(
-            f'{name}: "{blank[0]}" is one class; if these are several labels, write ; between'
+            f'{name}: "{joined[0]}" is one class; if these are several labels, write ; between'
         )
     return labelled

@@ -144,11 +144,12 @@ class ObjectClasses:
                 self.number_of[text] = len(self.names)
                 self.names.append(text)
         if colors:
-            of_names = {clean_name(name): color for name, color in colors.items()}
-            listed = [of_names.get(name) for name in self.names]
-            listed[0] = listed[0] or (0, 0, 0)
-            known = [color for color in listed if color]
-            if len(set(known)) == len(listed):  # all have one, and each another
+            of_names = {BACKGROUND: (0, 0, 0)}
+            for name, color in colors.items():
+                if color:
+                    of_names[clean_name(name)] = color
+            known = [of_names[name] for name in self.names if name in of_names]
+            if len({*known}) == len(self.names):  # all have one, and each another
                 self.colors = known
 
     def number(self, name: str, where: object) -> int:

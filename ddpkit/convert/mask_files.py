@@ -202,13 +202,6 @@ def match_masks(
             yield LeftOut("images without a mask", image)
 
 
-def match_folders(tree: Tree, of_images: str, of_masks: str) -> Pairs:
-    """Yield the masks of a folder with the images of another one, and what has no partner."""
-    image_of = tree.keyed(of_images)
-    mask_of = tree.keyed(of_masks)
-    return match_masks(tree, image_of, mask_of, part_of(of_images))
-
-
 # Pascal VOC: JPEGImages/a.jpg, SegmentationClass/a.png, whose palette numbers the classes or shows
 # their colours, and ImageSets/Segmentation/train.txt, a name a line (its development kit, "Data").
 # CVAT's "Segmentation mask 1.1" has the same, and labelmap.txt with NAME:R,G,B:: in each line.
@@ -342,13 +335,12 @@ def find_cityscapes(tree: Tree) -> list[str]:
 
 def read_cityscapes(tree: Tree, names: Sequence[str]) -> LabelledSet:
     with_ids = [name for name in names if name.endswith("_labelIds.png")]
-    numbers: Sequence[int] = range(len(CITY_CLASSES))
-    if with_ids:
-        numbers = [int(number) for number, *_ in CITY_CLASSES]
-    lines = []
-    for number, (_, name, *_) in zip(numbers, CITY_CLASSES, strict=True):
-        lines.append(f"{name} = {number}")
-    others = set(range(CITY_IDS)) - set(numbers)
+    number_of = {
+        name: int(number) if with_ids else index
+        for index, (number, name, *_) in enumerate(CITY_CLASSES)
+    }
+    lines = [f"{name} = {number}" for name, number in number_of.items()]
+    others = set(range(CITY_IDS)).difference(number_of.values())
     lines += [f"void = {number}" for number in sorted(others)]
     pairs = city_pairs(tree, with_ids or names)
     labelled = read_pairs(tree, [""], lambda *_: pairs, lambda *_: lines)
@@ -382,7 +374,10 @@ def find_camvid(tree: Tree) -> list[tuple[str, str]]:
 
 def read_camvid(tree: Tree, folders: Sequence[tuple[str, str]]) -> LabelledSet:
     # by folder of masks
-    pairs = {own: match_folders(tree, other, own) for other, own in folders}
+    pairs = {
+        own: match_masks(tree, tree.keyed(other), tree.keyed(own), part_of(other))
+        for other, own in folders
+    }
     labelled = read_pairs(
         tree, pairs, lambda _, folder: pairs[folder], lambda *_: CAMVID_NAMES.split()
     )
@@ -409,10 +404,10 @@ def read_roboflow(tree: Tree, names: Sequence[str]) -> LabelledSet:
 
 
 def roboflow_pairs(tree: Tree, folder: str) -> Pairs:
-    own = tree.in_folder(folder)
-    of_masks = [name for name in own if places.is_beside(name)]
-    image_of = tree.keyed(folder, [name for name in own if name not in of_masks])
-    return match_masks(tree, image_of, tree.keyed(folder, of_masks), part_of(folder))
+    keyed = tree.keyed(folder)
+    mask_of = {key: name for key, name in keyed.items() if places.is_beside(name)}
+    image_of = {key: name for key, name in keyed.items() if key not in mask_of}
+    return match_masks(tree, image_of, mask_of, part_of(folder))
 
 
 # Masks in black and white, which stand for one class. A folder per class: images/a.jpg, and

@@ -3,24 +3,34 @@
 import re
 from collections import Counter
 
-from ddpkit import files
 from ddpkit.convert.tree import ENDINGS, Tree, ending_of, stem_of
 from ddpkit.errors import UserError, shorten
 
 TEXTS = re.compile(
-    r"\.(nd|geo)?json$|\.(jsonl|manifest|xml|txt|csv|odgt)$", re.IGNORECASE
+    r"\.(nd|geo)?json$|\.(jsonl|manifest|xml|txt|csv|odgt|lst)$", re.IGNORECASE
 )
-MOST = 100_000  # of a text, which is looked through
-IMAGE = r"\S+\.(jpe?g|png|bmp|tiff?)"
+# within limits, here and below: texts may be made so that a search in them takes hours
+IMAGE = r"\S{1,999}\.(jpe?g|png|bmp|tiff?)"
 SAVE = "save its images as DIR/train/CLASS/NUMBER.png"
-# By what a file has in its name, or a text within itself. Beside images and masks, too:
+# By what a text has in its name and within itself. Beside images and masks, too:
 LISTS = {
-    rf"\.txt{IMAGE}[ ,\t]+{IMAGE}\s": (
+    rf"\.(txt|lst){IMAGE}[ ,\t]+{IMAGE}\s": (
         "a list of images and masks; with each list as a CSV file training reads them: "
-        "(echo image,mask; sed -E 's/[[:space:]]+/,/' train.txt) > train.csv"
+        "(echo image,mask; sed -E 's/[[:space:]]+/,/' FILE) > train.csv"
     ),
 }
-KNOWN = {
+OF_TEXTS = {
+    **LISTS,
+    rf"\.lst(\d+\t[\d.-]+\t)?{IMAGE}": (
+        "a list of MXNet's im2rec, or of images and labels; make a CSV file of each: (echo "
+        'file,label; awk \'{print (NF > 2 ? $3 "," $2 + 0 : $1 "," $2)}\' FILE) > train.csv'
+    ),
+    '"(manualShape|box2d|poly2d|timeofday)"': (
+        "BDD100K's, whose boxes have no outline; for its masks link images/10k as DIR/images and "
+        "labels/sem_seg/masks as DIR/masks; a CSV file of an attribute, such as weather: python "
+        "-c \"import json; print('file,label', *[x['name'] + ',' + x['attributes']['weather'] for "
+        "x in json.load(open('FILE'))], sep='\\n')\" > train.csv"
+    ),
     '"segments_info"': "COCO panoptic; take instances_*.json in its place",
     '"_via_|"region_attributes"': "VIA; export it as COCO (Export Annotations (COCO format))",
     '"classTitle"|"className"|"label_classes"': "Supervisely, SuperAnnotate, Hasty; export COCO",
@@ -30,9 +40,11 @@ KNOWN = {
     '"dm_format_version"|"label_id"': "Datumaro; datum convert -if datumaro -i . -f coco",
     '"annotation_id"': "Label Studio's JSON_MIN; export it as JSON",
     '"source-ref"|"image_url"': "a manifest; write columns file, label into a CSV file",
-    r'"classes": *\[.*"labels": *\{': "FiftyOne; export it as ImageClassificationDirectoryTree",
+    r'\.json{\s*"classes": *\[[^]]{0,9999}\], *"labels": *{': (
+        "FiftyOne; export it as ImageClassificationDirectoryTree"
+    ),
     '"FeatureCollection"': "GeoJSON; export an image of class numbers for each image",
-    r'"asset"|"coordinates": ?{|<bndbox>|"gtboxes"|\.txtimagesource': (
+    r'"asset"|"coordinates": ?{|<bndbox>|"gtboxes"|\.txtimagesource|\.lst\d+(\t[\d.]+){5}': (
         "boxes, which have no outline; export polygons as COCO"
     ),
     '"caption"': "captions, which are no labels",
@@ -44,9 +56,18 @@ KNOWN = {
         "-d ' ' images.txt image_class_labels.txt train_test_split.txt | awk '{print $2 \",\" $4 "
         '"," ($6 ? "train" : "test")}\') > list.csv'
     ),
+    r"/val_annotations\.txt": (
+        "the validation images of Tiny ImageNet; make a CSV file of them: (echo file,label; awk "
+        "'{print $1 \",\" $2}' FILE) > val.csv"
+    ),
+    rf"\.txt\s*\d+\s[^\n]{{1,9999}}\n{IMAGE}\s": (
+        "a list with its length and names of columns, as CelebA's; make a CSV file of it: tail -n "
+        "+2 FILE | sed -E 's/[[:space:]]+/,/g' > list.csv; if its first line does not name the "
+        "images, add file, in front; if labels are -1 or 1, write 0 for -1"
+    ),
     rf"\.txt{IMAGE}[ ,\t]+(?!([\d.]+\s+){{3}})\S|/images_\w+\.txt\d+ ": (
         "a list of images and labels; make a CSV file of each, with the line file,label above: "
-        "(echo file,label; sed -E 's/[[:space:]]+/,/' train.txt) > train.csv"
+        "(echo file,label; sed -E 's/[[:space:]]+/,/' FILE) > train.csv"
     ),
     r"/meta/(train|test)\.txt": (
         "lists as Food-101 has them; training reads them as CSV files: for p in train test; do "
@@ -54,6 +75,22 @@ KNOWN = {
     ),
     r"\.csv\ufffd\ufffd": "UTF-16; save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE > labels.csv",
     "<polygon>": "LabelMe's XML of 2012; only its JSON is read",
+}
+# By the names of other files
+OF_NAMES = {
+    r"/imagelabels\.mat$": (
+        'lists as Flowers102 has them; make a CSV file of them: python -c "from scipy.io import '
+        "loadmat; y = loadmat('imagelabels.mat')['labels'][0]; s = loadmat('setid.mat'); "
+        "print('file,label,split', *[f'image_{n:05}.jpg,{y[n - 1]},{p}' for p, k in (('train', "
+        "'trnid'), ('val', 'valid'), ('test', 'tstid')) for n in s[k][0]], sep='\\n')\" > list.csv"
+    ),
+    r"/cars_(train_)?annos\.mat$": (
+        "lists as Stanford Cars has them; make a CSV file of each, with relative_im_path in place "
+        "of fname in cars_annos.mat: python -c \"from scipy.io import loadmat; print('file,label', "
+        "*map('{fname},{class}'.format_map, loadmat('FILE', simplify_cells=True)['annotations']), "
+        "sep='\\n')\" > train.csv"
+    ),
+    r"_32x32\.mat$": f"SVHN's arrays; torchvision.datasets.SVHN reads them: {SAVE}",
     r"-idx[13]-ubyte|\.idx[13]": f"MNIST's files; torchvision.datasets.MNIST reads them: {SAVE}",
     r"/(data_batch_\d|test_batch|batches\.meta|cifar-\S+)$": (
         f"CIFAR's files; torchvision.datasets.CIFAR10 reads them: {SAVE}"
@@ -77,16 +114,26 @@ KNOWN = {
 }
 
 
-def refuse_known(tree: Tree, kinds: dict[str, str] = KNOWN) -> None:
-    """Raise a UserError if a file is of a kind that is known, and not taken; of images last."""
+def find_known(tree: Tree) -> str:
+    """Return a line about a file that is known and not taken, of images last; or nothing.
+
+    Raises a UserError of one of LISTS.
+    """
+    found = ""
     names = [tree.below(tree.named)] if tree.named else tree.files
     for name in sorted(names, key=lambda each: ending_of(each) in ENDINGS):
         shown = f"/{name}"
+        kinds = OF_NAMES
         if TEXTS.search(name):
-            shown += files.read_text(tree.path(name), "replace", files.OF_DATA)[:MOST]
+            shown += tree.start_of(name)
+            kinds = LISTS if found else OF_TEXTS
         for pattern, what in kinds.items():
             if re.search(pattern, shown, re.IGNORECASE):
-                raise UserError(f"{tree.path(name)}: {what}")
+                line = f"{tree.path(name)}: {what}"
+                if pattern in LISTS:
+                    raise UserError(line)
+                found = found or line
+    return found
 
 
 def labels_in_names(tree: Tree) -> str:

@@ -192,10 +192,9 @@ def write_masks(
     if there <= {0, masks.VOID} and labelled.names[0] == BACKGROUND:
         raise UserError(
             "no object has an outline, so all masks would be background alone: segmentation needs "
-            "outlines, not boxes, points or labels of images"
+            "outlines, not boxes or points; write labels of images into a CSV file, file and label"
         )
-    named_classes = enumerate(labelled.names)
-    unused = [name for number, name in named_classes if number not in there]
+    unused = [x for n, x in enumerate(labelled.names) if n not in there]
     if unused:
         labelled.notes.append(f"classes that no mask has: {shorten(unused)}")
     return counts

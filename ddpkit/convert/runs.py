@@ -83,7 +83,7 @@ def read_runs(
         known = {column.lower(): column for column in rows[0][1]}
         images = known.get(BOTH) or tree.image_column(path, rows)
         class_column = next((known[x] for x in CLASS_COLUMNS if x in known), "")
-        split = lists.part_column(rows)
+        split = lists.part_column(rows, path)
         notes += not_read(name, rows, runs, images, class_column, split)
         for number, row in rows:
             where = f"{path}, row {number}"
@@ -111,11 +111,11 @@ def read_runs(
         by_columns = go_down(found)
         if not by_columns:
             notes.append("runs go along the rows: outlines are shorter so")
-    marked = []
-    for path, part, where, own in found:
-        shapes = partial(run_shapes, own, classes, by_columns)
-        marked.append(MarkedImage(path, part, where, shapes))
-    labelled = draw_objects(tree, classes, [iter(left_out), iter(marked)])
+    marked = (
+        MarkedImage(path, part, where, partial(run_shapes, own, classes, by_columns))
+        for path, part, where, own in found
+    )
+    labelled = draw_objects(tree, classes, [iter(left_out), marked])
     labelled.notes = notes
     return labelled
 

@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ddpkit.vision.places import part_of
 ENDINGS = folders.EXTENSIONS | {".npy"}  # of images
 # Folders that say nothing about which image is meant. In small letters.
 USUAL = {"", ".", "..", "images", "image", "imgs", "img", "jpegimages", "data"}
+MOST = 100_000  # bytes of the beginning of a file
 Json = Any  # what a file of JSON or YAML may hold
 Rows = Sequence[tuple[int, dict[str, Json]]]  # with the numbers of their lines
 
@@ -50,14 +51,15 @@ class Tree:
         for parent, inner, names in folders.walk(self.root):
             # `walk` goes on with what is in this list
             inner[:] = [x for x in inner if not self.leads_out(Path(parent, x))]
-            for path in (Path(parent, name) for name in sorted(names)):
-                if not path.name.startswith(".") and not self.leads_out(path):
+            for name in sorted(names):
+                path = Path(parent, name)
+                if not name.startswith(".") and not self.leads_out(path):
                     paths.append(self.below(path))
         return paths
 
     def leads_out(self, path: Path) -> bool:
         """Return whether a link leads to what is not in the folder, and note it."""
-        if self.follows_links or not path.is_symlink():
+        if self.follows_links or not os.path.islink(path):  # no error of a long name
             return False
         leads_out = not Path(os.path.realpath(path)).is_relative_to(self.real_root)
         if leads_out:
@@ -92,8 +94,9 @@ class Tree:
     @functools.cached_property
     def folders(self) -> list[str]:
         """All folders that have files in them or below; "" is the outermost."""
-        parents = {parent for name in self.files for parent in Path(name).parents}
-        names = {parent.as_posix() for parent in parents}
+        names = {
+            parent.as_posix() for name in self.files for parent in Path(name).parents
+        }
         return sorted(names - {"."} | {""})
 
     @functools.cached_property
@@ -262,17 +265,14 @@ class Tree:
         folders = {folder_of(self.below(sample.image)) for sample in labelled.samples}
         said = set(others).union(*labelled.skipped.names.values())
         for name in self.in_folder(""):
-            if name in said or not (everywhere or folder_of(name) in folders):
-                continue
-            if self.path(name).resolve() not in used:
+            is_counted = everywhere or folder_of(name) in folders
+            is_known = name in said or self.path(name).resolve() in used
+            if is_counted and not is_known:
                 labelled.skipped.leave_out("images without labels", name)
 
-    def keyed(self, folder: str, names: Iterable[str] | None = None) -> dict[str, str]:
-        """Return images of a folder by their paths in it, without endings; each has its own.
-
-        names: of the images; None for all that there are.
-        """
-        names = self.in_folder(folder) if names is None else names
+    def keyed(self, folder: str) -> dict[str, str]:
+        """Return the images of a folder by their paths in it, without endings; each has its own."""
+        names = self.in_folder(folder)
         return folders.index_by_name([(name, key_of(name, folder)) for name in names])
 
     @functools.cached_property
@@ -295,10 +295,19 @@ class Tree:
             if isinstance(content, UserError):
                 raise content
 
+    def start_of(self, name: str) -> str:
+        """Return the beginning of a file, as text of any encoding."""
+        path = self.path(name)
+        try:
+            with files.open_file(path) as file:
+                return file.read(MOST).decode("utf-8-sig", "replace")
+        except OSError as error:
+            raise files.failure(path, error, "read") from None
+
     def lines(self, name: str) -> list[str]:
         """Return the lines of a text file that are not empty, without blanks around them."""
         text = files.read_text(self.path(name))
-        return [line.strip() for line in text.splitlines() if line.strip()]
+        return list(filter(None, map(str.strip, text.splitlines())))
 
     def tables(self, name: str, column: str) -> list[str]:
         """Return the CSV files of that name in any folder, if their first row has the column."""

@@ -21,7 +21,9 @@ from ddpkit.convert.shapes import Shape, Shapes, to_points
 from ddpkit.convert.tree import Json, Tree, ending_of, slashes, stem_of
 from ddpkit.errors import UserError
 
-NUMBER = re.compile(r"-?\d*\.?\d+(e-?\d+)?")
+NUMBER = r"-?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?"
+# The first line of a label file: of a box, or of an outline
+FIRST = re.compile(rf"\s*({NUMBER}[ \t]+){{4,}}{NUMBER}[ \t\r]*(\n|$)", re.IGNORECASE)
 PART_KEYS = ("train", "val", "valid", "test")
 # In a YAML file: bytes, of which 2**20 take seconds; brackets, of more in each other hours.
 MOST_OF_YAML = 1 << 21
@@ -44,9 +46,7 @@ def find_class_lists(tree: Tree) -> list[str]:
     lists = tree.files_named("classes.txt")
     for image in tree.in_folder("") if lists else ():
         labels = label_file(tree, image)
-        text = files.read_text(tree.path(labels), "replace") if labels else ""
-        words = text.strip().partition("\n")[0].split()
-        if len(words) >= 5 and all(NUMBER.fullmatch(word) for word in words):
+        if labels and FIRST.match(tree.start_of(labels)):
             return lists
     return []
 

@@ -186,8 +186,7 @@ class Parser(argparse.ArgumentParser):
             path = Path(at_home(word)[1:])
             if not path.exists():
                 raise files.missing(path, "*.txt")
-            text = files.read_text(path)
-            for line in text.splitlines():
+            for line in files.read_text(path).splitlines():
                 inner = self.convert_arg_line_to_args(line)
                 words += self._read_args_from_files(inner, [*around, word])
         return words

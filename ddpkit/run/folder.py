@@ -65,6 +65,8 @@ class RunFolder:
                 f"{path}: no such file: train first, or give the --output-dir of a run"
             )
         self.state = checkpoint.read(path)
+        # beside which a flag that is refused below may be nobody's who reads the error
+        distributed.print0(f"flags that are not given here are those of {path}")
         return self.state
 
     def find_checkpoint(self) -> State | None:

@@ -531,7 +531,7 @@ def read_list(path: Path, columns: Sequence[str], note: Note = raise_it) -> Pair
             f"{path}: columns not used: {', '.join(others)} (rename one "
             "to group to keep images of a patient or a video together)"
         )
-    column = lists.part_column(rows)
+    column = lists.part_column(rows, path)
     own = places.part_in_name(path.stem)
     pairs = []
     for number, row in rows:

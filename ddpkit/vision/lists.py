@@ -52,13 +52,6 @@ def parse_rows(text: str, path: Path | None = None) -> Rows:
     twice = [name for name, count in Counter(names).items() if name and count > 1]
     if path and twice:
         raise UserError(f"{path}: column {twice[0]} appears twice; rename one of them")
-    for name in filter(ANSWER.fullmatch, names):
-        if path:
-            raise UserError(
-                f"{path}: column {name} tells splits apart by yes and no; write a list for each "
-                "split, or train, val or test into a column split, which convert reads; if it has "
-                "the labels, name it label"
-            )
     for cells in table:
         if path and any(cells[len(names) :]):
             raise UserError(
@@ -71,13 +64,23 @@ def parse_rows(text: str, path: Path | None = None) -> Rows:
             yield table.line_num, row
 
 
-def part_column(rows: Iterable[tuple[int, Mapping[str, object]]]) -> str:
-    """Return the column in which rows name train, val or test; "" if there is none."""
+def part_column(rows: Iterable[tuple[int, Mapping]], path: Path) -> str:
+    """Return the column in which rows name train, val or test; "" if there is none.
+
+    path: of the table. Raises a UserError if a column tells a part by yes and no.
+    """
+    found = ""
     for _, row in rows:
         for column, cell in row.items():
+            if ANSWER.fullmatch(column):
+                raise UserError(
+                    f"{path}: column {column} tells splits apart by yes and no; write a list for "
+                    "each split, or train, val or test into a column split, which convert reads; "
+                    "if it has the labels, name it label"
+                )
             if column.lower() in PART_COLUMNS and places.is_part(str(cell)):
-                return column
-    return ""
+                found = found or column
+    return found
 
 
 def stated_part(row: Mapping[str, object], column: str, where: object) -> str:

@@ -52,19 +52,19 @@ def open_model(
         model, classes, args, format = ddpkit.open_model("best.pt", build_model, parse_args, device)
     """
     state = checkpoint.read(path)
+    saved = state["args"]
     try:
-        args = parse_args([], state["args"])
-    except UserError as error:
-        raise UserError(f"{path}: {error.line}") from None
-    tasks = task_of(state["args"]), task_of(vars(args).keys() - state["args"].keys())
-    if all(tasks):
-        raise UserError(
-            f"{path} is from a {tasks[0]} project, but this is a {tasks[1]} project"
-        )
-    format = Format(**state["format"])
-    try:
+        args = parse_args([], saved)
+        tasks = task_of(saved), task_of(vars(args).keys() - saved.keys())
+        if all(tasks):
+            raise UserError(
+                f"is from a {tasks[0]} project, but this is a {tasks[1]} project"
+            )
+        format = Format(**state["format"])
         with networks.offline():  # a stranger's checkpoint may name any network
             model = build_model(args, state["classes"], state["channels"])
+    except UserError as error:
+        raise UserError(f"{path}: {error.line}", error.code) from None
     except Exception as error:  # of a library that takes the name, or of its hub
         fault = starting.explain_network(error)
         if not fault:
@@ -114,11 +114,13 @@ class Predictor:
         output: Path | None = None,
     ) -> None:
         self.device = devices.kind()
-        opened = open_model(path, build_model, parse_args, self.device)
-        self.model, self.classes, self.args, format = opened
+        # of which the script may refuse one that whoever types the command has not given
+        distributed.print0(f"model and flags are those of {path}")
+        self.model, self.classes, self.args, format = open_model(
+            path, build_model, parse_args, self.device
+        )
         self.files = folders.collect(inputs, output)
-        paths = [Path(each) for each in inputs]
-        around = {each if each.is_dir() else each.parent for each in paths}
+        around = {x if x.is_dir() else x.parent for x in map(Path, inputs)}
         # What training allowed, or what data.json in a folder of images allows.
         limits = [read_format(folder).max_megapixels for folder in around]
         limit = max(format.max_megapixels, *limits)

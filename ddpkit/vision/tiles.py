@@ -47,7 +47,8 @@ def sliding_window(predict: Predict, images: Tensor, tile: int, step: int) -> Te
 def is_tiled(images: Tensor, tile: int, step: int) -> bool:
     if tile and (tile % step or tile < 4 * step):
         raise UserError(
-            f"--tile {tile}: use 0 or a multiple of {step}, at least {4 * step}"
+            f"--tile {tile}: use 0 or a multiple of {step}, at least {4 * step}; if you "
+            "did not give it, it is the checkpoint's"
         )
     return 0 < tile < max(images.shape[-2:])
 

@@ -380,6 +380,16 @@ def test_entries_that_cannot_be_meant(tmp_path: Path) -> None:
             ddpkit.Checkpoints(tmp_path, model=nn.Linear(2, 2))
 
 
+def test_whose_flags_an_evaluation_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A line names the file before a flag in it may be refused."""
+    torch.save(whole(), tmp_path / "best.pt")
+    RunFolder(tmp_path).best()
+    line = f"flags that are not given here are those of {tmp_path / 'best.pt'}\n"
+    assert capsys.readouterr().out == line
+
+
 def test_formats_of_another_kind(tmp_path: Path) -> None:
     for name, value in {
         **{"channels": -1, "mean": "x", "std": [0, 0, 0], "value_range": [1]},

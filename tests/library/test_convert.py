@@ -10,6 +10,7 @@ import shlex
 import shutil
 import struct
 import subprocess
+import sys
 import time
 import unicodedata
 import zlib
@@ -24,7 +25,8 @@ from PIL import Image
 
 from ddpkit.convert import arrays, formats, result, shapes
 from ddpkit.convert import command as convert
-from ddpkit.convert.tree import ENDINGS
+from ddpkit.convert import yolo as yolo_format
+from ddpkit.convert.tree import ENDINGS, Tree
 from ddpkit.errors import UserError
 from ddpkit.vision import folders
 from ddpkit.vision.masks import read_classes, read_mask
@@ -1330,15 +1332,27 @@ def test_a_mask_beyond_its_image(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 def test_the_command(project: Project, tmp_path: Path) -> None:
-    """From COCO's files to what training takes, by the commands that a person types."""
+    """From COCO's files to a run, by the commands of docs/labels.md."""
     source = tmp_path / "set"
     coco(source)
     out = tmp_path / "out"
     words = (source, out)
-    done = project.run(*words, script="ddpkit convert", on=1).ok()
-    assert "2 in train, 1 in val; 3 classes" in done.out
-    checked = project.run(out, "--workers", 0, script="ddpkit check", on=1).ok()
-    assert "0 errors, 0 warnings" in checked.out
+    page = (Path(__file__).parents[2] / "docs/labels.md").read_text()
+    block = page.partition("```bash\n")[2].partition("```")[0]
+    path_of = {"SOURCE": source, "OUT": out}
+    said = []
+    for line in block.splitlines():
+        typed = [path_of.get(word, word) for word in shlex.split(line, comments=True)]
+        if typed[:3] == ["python", "-m", "ddpkit"]:
+            done = project.run(*typed[4:], script=f"ddpkit {typed[3]}", on=1)
+        else:
+            assert typed == ["./launch.sh", "--data", out]
+            done = project.train(out, tmp_path / "run", "--batch-size", 1)
+        said.append(done.ok().out)
+    assert "2 in train, 1 in val; 3 classes" in said[0]
+    assert "0 errors, 0 warnings" in said[1]
+    assert "done: " in said[2]
+    assert len(said) == 3
     project.run(*words, script="ddpkit convert", on=1).refused("command.main", out)
     listed = project.run("--help", script="ddpkit convert", on=1).ok().out
     assert all(name in listed for name in formats.FORMATS)
@@ -1541,6 +1555,11 @@ def test_outlines_of_four_points(tmp_path: Path) -> None:
         ("val.txt", "a.jpg 65\nb.jpg 970\n", "make a CSV file of each"),
         ("l.csv", "file,label\na.jpg,x\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
         ("a.regions.txt", "0 1 -1 0 1 1 1 1 1 0\n" * 9, "numpy.loadtxt reads it"),
+        ("det_val.json", [{"name": "a.jpg", "labels": [{"box2d": {}}]}], "BDD100K's,"),
+        ("a.lst", "0\t4\t5\t16\t12\t1\t0.1\ta.jpg\n", "boxes, which have no outline"),
+        ("a.lst", "a.jpg\ta.png\n", "a list of images and masks; with each list as"),
+        ("list_attr.txt", "1\nbald old\na.jpg  -1  1\n", "as CelebA's; make a CSV"),
+        ("train_32x32.mat", b"", "torchvision.datasets.SVHN"),
     ],
 )
 def test_what_is_not_taken(
@@ -1586,11 +1605,15 @@ def test_what_files_may_be(names: list[str], words: str, tmp_path: Path) -> None
 
 
 def run_command(source: Path) -> str:
-    """Type the command in the line that refuses a source; return the line."""
+    """Type the command in the line that refuses a source, with its file; return the line."""
     line = refusal(source)
-    command = re.search(r"(for p .*|\(echo .*csv)", line)
+    name = line.partition(": ")[0].removeprefix(f"{source}/")
+    command = re.search(r"(for p .*|\(echo .*csv|python -c .*csv|tail .*?csv)", line)
     assert command
-    subprocess.run(["bash", "-e", "-c", command[0]], cwd=source, check=True)
+    typed = command[0].replace("FILE", name)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path}
+    subprocess.run(["bash", "-e", "-c", typed], cwd=source, check=True, env=env)
     return line
 
 
@@ -1652,6 +1675,199 @@ def test_commands_for_lists(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
         path.unlink()
     write(source / "boxes.txt", "1.JPEG\t0\t62\t0\t64\n")
     assert "needs no conversion" in refusal(source)
+
+
+def structures(rows: list[dict]) -> np.ndarray:
+    """As MATLAB saves them."""
+    kinds = [(name, object) for name in rows[0]]
+    return np.array([[tuple(row.values()) for row in rows]], dtype=kinds)
+
+
+def test_commands_for_other_lists(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Those of Flowers102, Stanford Cars, BDD100K, MXNet, Tiny ImageNet and CelebA."""
+    out = tmp_path / "out"
+    source = tmp_path / "flowers"
+    for n in range(1, 5):
+        save(source / f"jpg/image_{n:05}.jpg")
+    scipy.io.savemat(source / "imagelabels.mat", {"labels": [[7, 7, 12, 12]]})
+    ids = {"trnid": [[1, 3]], "valid": [[4]], "tstid": [[2]]}
+    scipy.io.savemat(source / "setid.mat", ids)
+    assert "imagelabels.mat: lists as Flowers102 has them" in run_command(source)
+    converted(source, capsys)
+    assert folders_of(out) == {
+        "train/7": ["image_00001.jpg"],
+        "train/12": ["image_00003.jpg"],
+        "val/12": ["image_00004.jpg"],
+        "test/7": ["image_00002.jpg"],
+    }
+    source = tmp_path / "cars"
+    for part in "train", "test":
+        for n in "12":
+            save(source / f"cars_{part}/0000{n}.jpg")
+    rows = [{"bbox_x1": 3, "class": 5 - n, "fname": f"0000{n}.jpg"} for n in (1, 2)]
+    annotations = {"annotations": structures(rows)}
+    (source / "devkit").mkdir()
+    scipy.io.savemat(source / "devkit/cars_train_annos.mat", annotations)
+    assert "cars_train_annos.mat: lists as Stanford Cars" in run_command(source)
+    converted(source, capsys)
+    assert images_in(source) == {
+        "train/4/00001.jpg": "cars_train/00001.jpg",
+        "train/3/00002.jpg": "cars_train/00002.jpg",
+    }
+    source = tmp_path / "bdd"
+    items = []
+    for name, weather in ("a", "clear"), ("b", "rainy"):
+        save(source / f"images/100k/train/{name}.jpg")
+        box = {"category": "car", "box2d": {"x1": 1}}
+        items.append({"name": f"{name}.jpg", "attributes": {"weather": weather}})
+        items[-1]["labels"] = [box]
+    write(source / "labels/det_20/det_train.json", items)
+    assert "det_train.json: BDD100K's, whose boxes have no" in run_command(source)
+    converted(source, capsys)
+    assert folders_of(out) == {"train/clear": ["a.jpg"], "train/rainy": ["b.jpg"]}
+    for rows in (
+        "0\t0.000000\tx/a.jpg\n1\t3.000000\tx/b.jpg\n",
+        "x/a.jpg 0\nx/b.jpg 3\n",
+    ):
+        source = tmp_path / f"lst {len(rows)}"
+        for name in "ab":
+            save(source / f"x/{name}.jpg")
+        write(source / "train.lst", rows)
+        assert "train.lst: a list of MXNet's im2rec" in run_command(source)
+        converted(source, capsys)
+        assert folders_of(out) == {"train/0": ["a.jpg"], "train/3": ["b.jpg"]}
+    source = tmp_path / "tiny"
+    for n in "01":
+        save(source / f"val/images/val_{n}.JPEG")
+    rows = "val_0.JPEG\tn07\t0\t32\t44\t62\nval_1.JPEG\tn08\t52\t55\t57\t59\n"
+    write(source / "val/val_annotations.txt", rows)
+    assert "the validation images of Tiny ImageNet" in run_command(source)
+    converted(source, capsys)
+    assert folders_of(out) == {"train/n07": ["val_0.JPEG"], "train/n08": ["val_1.JPEG"]}
+    source = tmp_path / "fashion"
+    for n in "1234":
+        save(source / f"img/{n}.jpg")
+    rows = "".join(f"img/{n}.jpg      {int(n) % 2}\n" for n in "1234")
+    write(source / "list_category_img.txt", f"4\nimage_name  category_label\n{rows}")
+    assert "a list with its length and names of columns" in run_command(source)
+    converted(source, capsys)
+    expected = {"train/0": ["2.jpg", "4.jpg"], "train/1": ["1.jpg", "3.jpg"]}
+    assert folders_of(out) == expected
+
+
+def test_texts_are_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their beginnings alone, and soon, whatever they hold."""
+    source = tmp_path / "set"
+    save(source / "a.jpg")
+    read = []
+    start_of = Tree.start_of
+
+    def counted(tree: Tree, name: str) -> str:
+        read.append(name)
+        return start_of(tree, name)
+
+    monkeypatch.setattr(Tree, "start_of", counted)
+    write(source / "huge.txt", "")
+    os.truncate(source / "huge.txt", 7 * 10**9)
+    for n, text in enumerate(
+        (
+            ".txt" * 25_000,
+            ".txt1 " * 16_000,
+            "/images_" * 12_000,
+            '.json{"classes": [' * 6_000,
+            "masks.a" * 14_000,
+        )
+    ):
+        write(source / f"{n}.txt", text)
+    start = time.monotonic()
+    assert "unknown format (6 .txt, 1 .jpg)" in refusal(source)
+    assert time.monotonic() - start < 30
+    assert sorted(read) == [*(f"{n}.txt" for n in range(5)), "huge.txt"]
+    os.mkfifo(source / "pipe.lst")
+    assert "pipe.lst: cannot be read (not a regular file" in refusal(source)
+
+
+def test_what_is_no_label_file_of_yolo(tmp_path: Path) -> None:
+    """A classes.txt beside images is YOLO's if a first line has five numbers or more, alone."""
+    source = tmp_path / "set"
+    save(source / "a.jpg")
+    write(source / "classes.txt", "cat\ndog\n")
+    for text, is_yolo in {
+        "0 .5 0.5 1e-3 1.5E+00\r\n": True,
+        "1 0 0 1 0 1 1": True,
+        "\n\n0 1 2 3 4 \n": True,
+        "0 1 2 3\n4 5": False,
+        "1 1 9 1 9 9 1 9 plane 0\n": False,
+        "1" * 90_000: False,
+        "": False,
+    }.items():
+        write(source / "a.txt", text)
+        assert bool(yolo_format.find_yolo(Tree(source))) == is_yolo, text[:20]
+
+
+def test_lists_in_cells(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Of Python or JSON, or one-hot, they are no names of classes; with commas a line asks."""
+    source = tmp_path / "set"
+    for n in "123456":
+        save(source / f"{n}.jpg")
+    for one, other in ("['a', 'b']", "['b']"), ("[0, 1]", "[1, 0]"), ("{'a'}", "{'b'}"):
+        rows = "".join(f'{n}.jpg,"{one if n < "4" else other}"\n' for n in "123456")
+        write(source / "l.csv", f"image,label\n{rows}")
+        assert "its column label has lists in brackets, or an open" in refusal(source)
+    rows = "".join(f'{n}.jpg,"{"cat,dog" if n < "4" else "cat"}"\n' for n in "123456")
+    write(source / "l.csv", f"image,label\n{rows}")
+    assert '"cat,dog" is one class; if these are several' in converted(source, capsys)
+    # a quote that nobody closes takes the next rows in
+    write(source / "l.csv", 'image,label\n1.jpg,a\n2.jpg,"b\n3.jpg,a\n4.jpg,b\n')
+    assert "its column label has lists in brackets, or an open quote" in refusal(source)
+    (source / "l.csv").unlink()
+    for width in 2, 3:
+        text = ""
+        for n in range(1, 7):
+            row = {
+                "file_name": f"{n}.jpg",
+                "label": [int(n % 2 == i) for i in range(width)],
+            }
+            text += f"{json.dumps(row)}\n"
+        write(source / "metadata.jsonl", text)
+        assert "its column label has lists of 0 and 1" in refusal(source)
+
+
+def test_folders_beyond_the_longest_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "set"
+    save(source / "a.png")
+    monkeypatch.chdir(source)
+    for _ in range(25):
+        os.mkdir("x" * 200)
+        os.chdir("x" * 200)
+    try:
+        assert "cannot be read (File name too long)" in refusal(source)
+    finally:
+        for _ in range(25):
+            os.chdir("..")
+            os.rmdir("x" * 200)
+
+
+def test_columns_of_answers_in_json(tmp_path: Path) -> None:
+    """Which tell parts by yes and no: as in CSV, whatever else the rows have."""
+    source = tmp_path / "set"
+    for n in "12":
+        save(source / f"{n}.jpg")
+    for column in "is_valid", "is_train", "isTest":
+        rows = [{"file_name": "1.jpg", "label": "a"}]
+        rows += [{"file_name": "2.jpg", "label": "b", column: True}]
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        write(source / "metadata.jsonl", text)
+        line = (
+            f"metadata.jsonl: column {column} tells splits apart by yes and no; write"
+        )
+        assert line in refusal(source)
 
 
 def test_long_names_of_classes(tmp_path: Path) -> None:

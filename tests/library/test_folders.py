@@ -781,6 +781,18 @@ def test_recipes_of_shell(tmp_path: Path) -> None:
     pairs = folders.read_list(ends / "train.csv", ["image", "mask"])
     names = [[Path(path).name for path in pair] for pair in pairs]
     assert names == [["1.jpg", "1_mask.png"], ["2.jpg", "2_mask.png"]]
+    tiny = tmp_path / "tiny"
+    for name in "train/n07/images/n07_0", "train/n08/images/n08_0", "val/images/val_0":
+        path = tiny / f"{name}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(path)
+    (tiny / "val/val_annotations.txt").write_text("val_0.JPEG\tn08\t0\t3\t4\t6\n")
+    run_recipe(title, 5, tiny)
+    train, val, classes = folders.find_labelled(tiny)
+    assert classes == ["n07", "n08"]
+    images = tiny / "train/n07/images/n07_0.JPEG", tiny / "train/n08/images/n08_0.JPEG"
+    assert train == [(str(path), n) for n, path in enumerate(images)]
+    assert val == [(str(tiny / "val/images/val_0.JPEG"), 1)]
     page = (ROOT / "docs/own-data.md").read_text()
     several = page.partition("## Multi-label classification")[2]
     (tmp_path / "several/a").mkdir(parents=True)
@@ -856,7 +868,7 @@ class TestLists:
             ("file;label\na.jpg;x;y\n", "lists.parse_rows", "line 2: more cells than"),
             (
                 "file,label,is_valid\na.jpg,x,True\n",
-                "lists.parse_rows",
+                "lists.part_column",
                 "train.csv: column is_valid tells splits apart by yes and no; write a list",
             ),
             (

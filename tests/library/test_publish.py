@@ -109,6 +109,7 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
         assert str(copy[name]) == str(own[name])
     words = "--checkpoint", tmp_path / "copy.pt", "--output", tmp_path / "predicted"
     done = project.run(data / "val", words, script="predict.py", on=1).ok()
+    assert done.out.startswith(f"model and flags are those of {words[1]}\n")
     assert "23 of 23" in done.out
     resumed = tmp_path / "resumed"
     done = project.train(data, resumed, "--resume", tmp_path / "copy.pt").ok()
