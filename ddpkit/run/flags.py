@@ -27,12 +27,11 @@ class Help(
     argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter
 ):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30)
+        super().__init__(prog, max_help_position=30, width=118)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         # "default: False" would tell nothing; 0, which equals it, does
-        default = action.default
-        if default is None or default is False or default == "":
+        if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)
 
