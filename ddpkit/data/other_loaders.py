@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler
 
 from ddpkit.data import loading, samples
 from ddpkit.data.normalizing import unpack
@@ -77,7 +76,8 @@ class Reading:
         torch's generator, or one of the loader's own, with numbers of their own.
         """
         samplers = samplers_of(batches)
-        has_own = any(type(each) is DistributedSampler for each in samplers)
+        plain = torch.utils.data.DistributedSampler
+        has_own = any(type(each) is plain for each in samplers)
         generators = generators_in(batches, *samplers)
         if generators:
             states = [
