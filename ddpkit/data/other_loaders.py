@@ -76,8 +76,8 @@ class Reading:
         torch's generator, or one of the loader's own, with numbers of their own.
         """
         samplers = samplers_of(batches)
-        plain = torch.utils.data.DistributedSampler
-        has_own = any(type(each) is plain for each in samplers)
+        kinds = map(type, samplers)
+        has_own = torch.utils.data.DistributedSampler in kinds
         generators = generators_in(batches, *samplers)
         if generators:
             states = [

@@ -156,13 +156,13 @@ class Group:
 class Steps:
     """A loop over steps, of which an epoch has one. Its length is that of a whole epoch."""
 
-    def __init__(self, length: int | None, begin: Callable[[], Iterator]) -> None:
-        self.length = length  # None: of a stream
+    def __init__(self, length: int, begin: Callable[[], Iterator]) -> None:
+        self.length = length
         self.begin = begin
         self.begun: Iterator | None = None  # what next() reads
 
     def __len__(self) -> int:
-        return self.length  # type: ignore[return-value]  # None: a TypeError
+        return self.length  # of a stream None, for which Python raises a TypeError
 
     def __iter__(self) -> Iterator:
         return self.begin()
