@@ -105,6 +105,8 @@ def line_of(path: Path, text: str) -> int:
 class Session:
     """One process under the debugger, and the adapter's connection that belongs to it."""
 
+    filters = ("uncaught",)  # of the pane "Breakpoints": at which exceptions it stops
+
     def __init__(self, debugger: "Debugger", reader: Any, writer: Any) -> None:
         self.debugger = debugger
         self.reader = reader
@@ -128,7 +130,7 @@ class Session:
 
     def configure(self) -> None:
         self.set(self.debugger.breakpoints)
-        self.ask("setExceptionBreakpoints", {"filters": ["uncaught"]})
+        self.ask("setExceptionBreakpoints", {"filters": [*self.filters]})
         self.ask("configurationDone")
 
     def ask(self, command: str, arguments: dict | None = None) -> dict:

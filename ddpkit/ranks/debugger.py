@@ -5,6 +5,7 @@ This module does not import debugpy.
 
 import contextlib
 import importlib.util
+import math
 import os
 import signal
 import sys
@@ -92,7 +93,7 @@ def adapt() -> None:
         over_ddpkit = [filtering.ExcludeFilter("ddpkit", True, is_path=False)]
         describe = schema.StoppedEventBody.__init__
         request = process.project() / protocol.CONTINUE
-        asked_at = _time_of(request)
+        asked_at = math.inf
         for stream in ("stdout", "stderr"):
             redirection.stop_redirect_stream_to_pydb_io_messages(stream)
 

@@ -58,14 +58,16 @@ def before_imports(
 
 def import_untraced() -> None:
     """Import what is large while the debugger looks away: otherwise it takes twice as long."""
-    debugger = sys.modules.get("debugpy")
-    if not debugger:  # another editor's
+    if "debugpy" not in sys.modules:  # another editor's
         return
-    debugger.trace_this_thread(False)
-    for name in ("torch", "torchmetrics"):
+    # not by debugpy.trace_this_thread, which raises errors within itself in a rank: a debugger
+    # that stops on raised ones would hold these
+    debugger = sys.modules["pydevd"].get_global_debugger()
+    debugger.disable_tracing()
+    for name in "torch", "torchmetrics":
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    debugger.trace_this_thread(True)
+    debugger.enable_tracing()
 
 
 def check_itself(needs: str) -> None:

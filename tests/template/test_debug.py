@@ -308,8 +308,19 @@ def test_a_wrong_flag(own: Project, name: str) -> None:
         assert {line for line in lines if not line.startswith(error)} <= {""}
 
 
-def test_torch_is_imported_unseen_by_the_debugger(own: Project) -> None:
-    """It would take twice as long. What follows, at the top of main.py, is seen."""
+@pytest.mark.parametrize("name", [F5, "One process"])
+def test_torch_is_imported_unseen_by_the_debugger(
+    own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It would take twice as long. What follows, at the top of main.py, is seen.
+
+    Nothing is held before it, with "Raised Exceptions", too.
+    """
+    monkeypatch.setattr(Session, "filters", ("raised", "uncaught"))
+    # As that of the extension, which is no package of the interpreter.
+    installed = Path(importlib.util.find_spec("debugpy").origin).parent
+    shutil.copytree(installed, tmp_path / "bundled" / "debugpy")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'bundled'}:{LEAN}")
     text = "import ddpkit\n\nddpkit.before_imports()\n"
     text += "import torchmetrics\n\nafter = torchmetrics.inside\n"
     (own.folder / "main.py").write_text(text)
@@ -317,8 +328,10 @@ def test_torch_is_imported_unseen_by_the_debugger(own: Project) -> None:
     with Debugger(own.folder) as debugger:
         for file, line in ("torchmetrics.py", 1), ("main.py", 6):
             debugger.breakpoints[file] = [{"line": line}]
-        debugger.launch(configuration(own.folder, "One process"))
+        answers = {"processes": "1"} if name == F5 else {}
+        debugger.launch(configuration(own.folder, name, **answers))
         (session,) = debugger.stopped(1)
+        assert session.stop["reason"] == "breakpoint", session.frame
         assert session.frame["source"]["path"] == str(own.folder / "main.py")
         assert session.evaluate("torchmetrics.inside") == "1"
         session.go()
