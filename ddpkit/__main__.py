@@ -4,7 +4,7 @@
   convert SOURCE OUT
                  make a dataset from COCO, YOLO, VOC, LabelMe, CVAT and other labels
   compare RUN... list runs by their best epoch, with the flags in which they differ
-  export         write a checkpoint as an ONNX file, also with 8-bit integers
+  export         write a checkpoint as an ONNX file
   publish        write a model card, and push it with the checkpoint to the Hugging Face hub
   where          have a run print where its ranks are
   launch SCRIPT  start any script with its flags on all GPUs, as launch.sh starts main.py

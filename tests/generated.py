@@ -27,6 +27,13 @@ TEMPLATE_FOLDER = "{{cookiecutter.project_slug}}"
 TASKS = ("classification", "segmentation")
 both_tasks = pytest.mark.parametrize("project", TASKS, indirect=True)
 both_but_one_in_soak = [TASKS[0], pytest.param(TASKS[1], marks=pytest.mark.soak)]
+
+
+def in_soak(*values: object, **how: object) -> object:
+    """A parameter of a test that `make soak` runs, and `make test` does not."""
+    return pytest.param(*values, marks=pytest.mark.soak, **how)
+
+
 # Small images and networks, and little time in processes. make demo and the projects'
 # own tests keep to the default ones.
 NETS = {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from digest import digest
-from generated import TASKS, Done, Project, refusal, rows
+from generated import TASKS, Done, Project, in_soak, refusal, rows
 from PIL import Image
 
 from ddpkit.run import checkpoint, states
@@ -61,7 +61,9 @@ KILL = "__import__('os').kill(__import__('os').getpid(), 9)"  # an end without s
 KILLED = (END, f"{END}\n        if run.step == 9: {KILL}\n        ")
 
 
-@pytest.mark.parametrize("change", [TWO_LAMBDAS, ONE_CYCLE], ids=["lambdas", "cycle"])
+@pytest.mark.parametrize(
+    "change", [in_soak(TWO_LAMBDAS, id="lambdas"), pytest.param(ONE_CYCLE, id="cycle")]
+)
 def test_schedulers_resume(
     few: Path, tmp_path: Path, edited: Edited, change: tuple
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from generated import Project, both_tasks, refusal, rows, wait_for
+from generated import Project, both_tasks, in_soak, refusal, rows, wait_for
 from PIL import Image
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
@@ -221,7 +221,7 @@ log_metrics = log
 """
 
 
-@pytest.mark.parametrize("name", ["mlflow", "trackio", "wandb"])
+@pytest.mark.parametrize("name", ["mlflow", in_soak("trackio"), in_soak("wandb")])
 def test_trackers(project: Project, few: Path, tmp_path: Path, name: str) -> None:
     """A resumed run goes on in the same tracked run; one that fails costs no epoch."""
     (tmp_path / f"{name}.py").write_text(TRACKER)

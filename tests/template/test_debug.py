@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dap import F5, Debugger, Session, configuration, line_of, task
-from generated import LEAN, NET, ROOT, Project, texts, wait_for
+from generated import LEAN, NET, ROOT, Project, in_soak, texts, wait_for
 from ports import free_port
 
 import ddpkit
@@ -338,7 +338,7 @@ def test_torch_is_imported_unseen_by_the_debugger(
         assert debugger.finish() == 0
 
 
-@pytest.mark.parametrize("who", ["rank 1", "both ranks", "ddpkit"])
+@pytest.mark.parametrize("who", [in_soak("rank 1"), "both ranks", "ddpkit"])
 def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, who: str) -> None:
     """Of ddpkit's own errors that is the line which calls it; then all end, the error last."""
     main = own.folder / "main.py"

@@ -535,7 +535,8 @@ def test_frozen_layers(edited: Callable[[str], Edited]) -> None:
         assert model[f"{layer}{ends}"].eq(0).all()
 
 
-@pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
+@pytest.mark.soak
+@pytest.mark.parametrize("project", TASKS, indirect=True)
 def test_lora(project: Project, edited: Callable[[str], Edited]) -> None:
     """Adapters and head learn, and nothing else; what was learnt is exported."""
     importlib.import_module("peft")  # once, for all forks
