@@ -194,7 +194,7 @@ Next:
   cd {Path.cwd().name}
   uv sync
   uv run {start}
-or, without uv:
+or, without uv, in a virtual environment:
   python -m pip install -r requirements.txt
   {start}"""
     )

@@ -241,7 +241,7 @@ def train_one_epoch(
         scheduler.step()
         if ema:
             ema.update(run.step)
-        # Counts and logs the step. Your own numbers: correct=(right, len(targets)) is a
+        # Counts and logs the step. Your own numbers: correct=(right, seen) is a
         # ratio, n=number a sum, over all steps and ranks, which run.means() returns; a
         # local variable would miss the steps before a resume.
         run.end_step(losses, count, grad_norm)

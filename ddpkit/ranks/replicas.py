@@ -179,9 +179,9 @@ def check_same(
     name = _find_unlike(weights | (buffers or {}), bit_sums(weights.values()))
     if name:
         raise UserError(
-            f"{name} differs between ranks: train through ddp_model, not model; after unfreezing "
-            "weights wrap the model in DDP again; also wrap a second module with weights; change "
-            "weights in the same way on all ranks, by the same random numbers"
+            f"{name} differs between ranks: train through ddp_model, not model, in as many steps "
+            "on each rank; after unfreezing weights wrap the model in DDP again; also wrap a second "
+            "module with weights; change weights alike on all ranks, by the same random numbers"
         )
 
 
@@ -225,8 +225,8 @@ def check_cleared(grads: Iterable[Tensor]) -> None:
     """Raise a UserError if gradients of the step before are not 0 at a backward()."""
     if any(grad.any() for grad in grads):
         raise UserError(
-            "the gradients of the previous step are still set at backward(): call "
-            "optimizer.zero_grad() after each optimizer step"
+            "the gradients of the previous step are still set at backward(): zero_grad() belongs "
+            "after each optimizer step; to add up batches pass accumulate=N to the training loader"
         )
 
 
