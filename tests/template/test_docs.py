@@ -189,15 +189,15 @@ def test_pages_that_quote_the_code(
 
 # What people type into a search, and the page that is meant.
 SOUGHT = """
-common-edits: oversampling, lora, knowledge distillation, grad-cam
+common-edits: oversampling, lora, knowledge distillation, grad-cam, syncbatchnorm
 recipes: class imbalance, hyperparameter search, early stopping, mixed precision, wandb
 recipes: gradient accumulation, gradient clipping, learning rate schedule, data augmentation
-recipes: batch size, out of memory
+recipes: batch size, out of memory, oom
 virtual-ranks: reproducibility
 fine-tuning: transfer learning, fine-tuning, finetune, freeze, backbone, pretrained weights
-many-nodes: multi-node, slurm, elastic
-own-data: k-fold, stratified, custom dataset, multi-label, image size, greyscale
-library: conda
+many-nodes: multi-node, multi-gpu, slurm, elastic
+own-data: k-fold, stratified, custom dataset, multi-label, image size, greyscale, leakage
+library: conda, virtual environment, conflict
 what-survives: checkpoint, resume, fault tolerance, preemption
 output: tensorboard, confusion matrix, csv
 poor-results: overfitting

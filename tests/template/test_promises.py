@@ -29,6 +29,7 @@ FLAGS = {
     "--max-restarts --master-port --log-dir --tee --numa-binding",
     "SLURM": "--array --cpus-per-task --exclude --gpus-per-node --gpus-per-task "
     "--kill-on-bad-exit --nodes --ntasks-per-node --signal",
+    "git": "--check",
     "docker": "--build-arg --gpus --ipc --pids-limit",
     "TensorBoard": "--logdir",
     "mpirun": "--bind-to",
