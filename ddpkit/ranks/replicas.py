@@ -180,8 +180,8 @@ def check_same(
     if name:
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not model, in as many steps "
-            "on each rank; after unfreezing weights wrap the model in DDP again; also wrap a second "
-            "module with weights; change weights alike on all ranks, by the same random numbers"
+            "on each rank; after unfreezing weights wrap the model in DDP again; wrap a second "
+            "module with weights, too; change weights alike on all ranks, by the same random numbers"
         )
 
 
