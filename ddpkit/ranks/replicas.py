@@ -181,7 +181,7 @@ def check_same(
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not model, in as many steps "
             "on each rank; after unfreezing weights wrap the model in DDP again; wrap a second "
-            "module with weights, too; change weights alike on all ranks, by the same random numbers"
+            "module with weights, too; change weights alike on all ranks, by equal random numbers"
         )
 
 
