@@ -312,6 +312,7 @@ def test_one_place_opens_images() -> None:
     opening = {path.name: hits for path, hits in found.items() if hits}
     once = ["Image.open("]
     expected = {"images.py": once * 2, "labelme.py": once, "crackforest_f1.py": once}
+    expected["check.py"] = once  # in a command that it prints
     assert opening == expected
     for path in paths:
         for call in re.findall(r"Image\.open\((.*)", path.read_text()):
@@ -527,6 +528,20 @@ def test_alpha(tmp_path: Path) -> None:
     grey.save(tmp_path / "grey.png")
     found = images.open_image(str(tmp_path / "grey.png"), Format(channels=1)).read()
     assert torch.equal(found[0], torch.from_numpy(pixels[..., 0]) / 255)
+    # grey ones and palettes as RGBA, beside such; and without a word of Pillow's
+    colored = Image.fromarray(pixels).quantize(9)
+    colored.save(tmp_path / "palette.png")
+    for name, values in (
+        ("la.png", np.asarray(Image.open(tmp_path / "la.png").convert("RGBA"))),
+        ("palette.png", np.asarray(colored.convert("RGBA"))),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            path = str(tmp_path / name)
+            found = images.open_image(path, Format(channels=4)).read()
+            assert np.array_equal(read(Path(path)), values[..., :3])
+        assert (values[..., 3] < 255).any()
+        assert torch.equal(found, torch.from_numpy(values).movedim(-1, 0) / 255)
     Image.fromarray(pixels[..., :3]).save(tmp_path / "rgb.png")
     with refusal("images.read_values", "rgb.png", "(9, 7, 3), not"):
         images.open_image(str(tmp_path / "rgb.png"), Format(channels=4))
