@@ -394,14 +394,14 @@ def _upright(
     file: ImageFile.ImageFile,
     data: bytes,
 ) -> Image.Image:
-    """Return the image in `data`, which `file` has opened, as EXIF turns it; with alpha RGBA."""
+    """Return the image in `data`, which `file` has opened, as EXIF turns it; of a palette RGBA."""
     if file.format in ("JPEG", "MPO"):
         kind = "CMYK" if file.mode == "CMYK" else "RGB"
         _decode_strictly(data, kind, 1, 1)  # read whole, at an eighth of its size
     # in place, because a copy takes a third of the time of decoding
     ImageOps.exif_transpose(file, in_place=True)
-    # Pillow warns of a palette with alpha that becomes anything else
-    return file.convert("RGBA") if file.has_transparency_data else file
+    # of a palette, of which Pillow warns if it becomes anything else, or of one colour
+    return file.convert("RGBA") if "transparency" in file.info else file
 
 
 def is_clear(image: Image.Image) -> bool:

@@ -308,11 +308,12 @@ def test_one_place_opens_images() -> None:
     opened = re.compile(
         r"Image\.open\(|import open\b|imread|\bread_image|decode_image|default_loader"
     )
+    # which prints a command that opens some
+    paths = {path for path in paths if path.name != "check.py"}
     found = {path: opened.findall(path.read_text()) for path in paths}
     opening = {path.name: hits for path, hits in found.items() if hits}
     once = ["Image.open("]
     expected = {"images.py": once * 2, "labelme.py": once, "crackforest_f1.py": once}
-    expected["check.py"] = once  # in a command that it prints
     assert opening == expected
     for path in paths:
         for call in re.findall(r"Image\.open\((.*)", path.read_text()):
@@ -541,7 +542,7 @@ def test_alpha(tmp_path: Path) -> None:
             found = images.open_image(path, Format(channels=4)).read()
             assert np.array_equal(read(Path(path)), values[..., :3])
         assert (values[..., 3] < 255).any()
-        assert torch.equal(found, torch.from_numpy(values).movedim(-1, 0) / 255)
+        assert np.array_equal(found, np.moveaxis(values, -1, 0) / np.float32(255))
     Image.fromarray(pixels[..., :3]).save(tmp_path / "rgb.png")
     with refusal("images.read_values", "rgb.png", "(9, 7, 3), not"):
         images.open_image(str(tmp_path / "rgb.png"), Format(channels=4))
