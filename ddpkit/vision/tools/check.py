@@ -73,7 +73,7 @@ class Facts:
     # what `alike.thumbnail` makes of it
     small: Any = None
     # with "channels", (3, channels): pixels, sums of values 0 to 1, of squares
-    moments: Any = 0.0
+    moments: object = 0.0
 
 
 def look_at_all(chunk: Sequence[tuple[str, MapDataset, int]]) -> list[Facts]:
