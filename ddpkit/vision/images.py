@@ -52,7 +52,6 @@ if importlib.util.find_spec("PIL.AvifImagePlugin"):  # not in older versions
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 # at the end, by some cameras
 PADDING = re.compile(r"\b\d\d? extraneous bytes before marker 0xd9")
-ALPHA = ("LA", "RGBA")  # modes of Pillow whose last channel is alpha
 STRETCHED = "stretched"  # in Image.info
 LFS = b"version https://git-lfs"
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -77,7 +76,7 @@ class LazyImage(Image.Image):
     decode: n -> the pixels at 1 / n of height and width, rounded up. shrinks: the n that `decode`
     takes besides 1, in descending order. grid: those of the image that a mask belongs to: its parts
     begin and end where the image's do. is_turned: whether EXIF has turned it, which its height and
-    width do not show.
+    width do not show. was_clear: whether its file has pixels that are transparent.
 
         def val_transform(image: ddpkit.LazyImage) -> Tensor:
             return image.read((0, 0, image.height, image.width), (224, 224))
@@ -98,6 +97,7 @@ class LazyImage(Image.Image):
         self.shrinks = shrinks
         self.grid: Sequence[int] = ()
         self.is_turned = False
+        self.was_clear = False
         self.is_loaded = False  # into memory of PIL, where its methods may change it
 
     @classmethod
@@ -317,10 +317,12 @@ def open_image(
                 image = LazyImage.of(np.array(ImageOps.exif_transpose(pixels)))
             else:
                 upright = _upright(file, data)
+                was_clear = is_clear(upright)
                 # to convert RGB would copy it
                 if upright.mode != "RGB":
                     upright = upright.convert("RGB")
                 image = LazyImage.of(np.array(upright))
+                image.was_clear = was_clear
             # a quarter turn shows by the size
             image.is_turned = orientation in range(2, 9) and size == image.size
             return image
@@ -392,18 +394,19 @@ def _upright(
     file: ImageFile.ImageFile,
     data: bytes,
 ) -> Image.Image:
-    """Return the image in `data`, which `file` has opened, as EXIF turns it."""
+    """Return the image in `data`, which `file` has opened, as EXIF turns it; of a palette RGBA."""
     if file.format in ("JPEG", "MPO"):
         kind = "CMYK" if file.mode == "CMYK" else "RGB"
         _decode_strictly(data, kind, 1, 1)  # read whole, at an eighth of its size
     # in place, because a copy takes a third of the time of decoding
     ImageOps.exif_transpose(file, in_place=True)
-    return file
+    # of a palette, of which Pillow warns if it becomes anything else, or of one colour
+    return file.convert("RGBA") if "transparency" in file.info else file
 
 
-def decoder() -> str:
-    """Return the name of the library that decodes JPEGs here."""
-    return "simplejpeg" if simplejpeg else "Pillow"
+def is_clear(image: Image.Image) -> bool:
+    """Return whether an image with an alpha channel has pixels that are not opaque."""
+    return image.mode in ("LA", "RGBA") and image.getchannel("A").getextrema()[0] != 255
 
 
 def read_stored(
@@ -451,10 +454,11 @@ def read_values(
                     raise ValueError(
                         "a PNG of 16 bits that is not grey; save it as TIFF"
                     )
-            elif len(file.getbands()) == format.channels and file.mode in ALPHA:
-                mode = file.mode
             else:
-                mode = "L" if file.mode in ("1", "L", "LA") else "RGB"
+                is_grey = file.mode in ("1", "L", "LA") and format.channels != 4
+                mode = "L" if is_grey else "RGB"
+                if file.has_transparency_data and format.channels in (2, 4):
+                    mode += "A"
             values = np.asarray(_upright(file, data).convert(mode))
     if values.ndim == 2:
         values = values[..., None]

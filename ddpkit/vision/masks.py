@@ -210,8 +210,7 @@ def lazy_mask(
     _refuse_changed(path, image)
     if image.mode == "RGB" or (image.mode == "P" and labels.kind == 3):
         image = image.convert("RGBA")  # transparent where the file says so of a colour
-    if image.mode in ("LA", "RGBA"):
-        _refuse_clear(path, image)
+    _refuse_clear(path, image)
     if image.mode == "RGBA":
         return LazyMask(
             _as_keys(np.asarray(image)), ColorLegend(path, labels).translate
@@ -282,7 +281,7 @@ def _refuse_clear(
     path: str,
     image: Image.Image,
 ) -> None:
-    if image.getchannel("A").getextrema()[0] != VOID:
+    if images.is_clear(image):
         raise UserError(
             f"{path}: a mask with transparent pixels; save it without transparency"
         )
@@ -336,7 +335,8 @@ class Legend:
         # With white for 255 there is nothing to tell apart; black alone tells nothing.
         if self.labels.white != VOID and stored.any():
             yield BLACK_WHITE, self.tones
-        for value in _values_in(stored) if self.colors else ():
+        counts = Image.fromarray(stored).histogram() if self.colors else ()
+        for value in np.flatnonzero(counts).tolist():
             color = self.colors[value]
             shown = "colour {} {} {}".format(*color)
             # Black may fill. Of a palette that has a colour twice its number alone tells.
@@ -377,11 +377,6 @@ class ColorLegend(Legend):
 
     def text_of(self, key: float) -> str:
         return " ".join(map(str, int(key).to_bytes(3, "little")))
-
-
-def _values_in(stored: np.ndarray) -> list[int]:
-    """Return the values of 8 bits that occur, in ascending order."""
-    return np.flatnonzero(Image.fromarray(stored).histogram()).tolist()
 
 
 def add_meanings(

@@ -115,8 +115,7 @@ def best_threshold(scores: Tensor, labels: Tensor) -> tuple[float, float]:
 
 def gather_states(value: Tensor, group: object = None) -> list[Tensor]:
     """Return each rank's state of a metric; torchmetrics' own way fails at one without images."""
-    states = [
-        state for state in distributed.gather_objects(value.cpu()) if state.numel()
-    ]
+    states = distributed.gather_objects(value.cpu())
+    own = [state.to(value.device) for state in states if state.numel()]
     # if no rank has any, the empty one: torchmetrics cannot join an empty list
-    return [state.to(value.device) for state in states] or [value]
+    return own or [value]

@@ -94,8 +94,7 @@ class TopLosses:
         mine: list[tuple] = []
         if self.noted:
             # at once: each that is read from a GPU waits for it
-            columns = map(torch.cat, zip(*self.noted, strict=True))
-            losses, indices, *more = columns
+            losses, indices, *more = map(torch.cat, zip(*self.noted, strict=True))
             parts = [each.numpy() for each in more]
             mine += zip(losses.tolist(), indices.tolist(), *parts, strict=True)
         found: list[tuple] = []

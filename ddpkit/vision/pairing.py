@@ -128,9 +128,6 @@ def common_end(names: Names, rule: Rule) -> str:
 
 
 def common_start(one: str, other: str) -> str:
-    length = 0
-    for letter, own in zip(one, other, strict=False):
-        if letter != own:
-            break
-        length += 1
-    return one[:length]
+    while not other.startswith(one):
+        one = one[:-1]
+    return one

@@ -215,14 +215,16 @@ def inner_folders(folder: Path) -> list[Path]:
         raise UserError(
             f"{folder}: is a file; give its folder, or, for labels: {convert_command(folder)}"
         )
-    inner = sorted(each for each in folder.iterdir() if each.is_dir())
-    return [each for each in inner if not each.name.startswith(".")]
+    return sorted(
+        each
+        for each in folder.iterdir()
+        if each.is_dir() and not each.name.startswith(".")
+    )
 
 
 def images_in(folder: Path) -> list[str]:
     """Return the names of the image files in `folder` itself, sorted."""
-    names = sorted(os.listdir(folder))
-    return [name for name in names if is_image(name)]
+    return sorted(filter(is_image, os.listdir(folder)))
 
 
 def any_image(folder: Path) -> bool:

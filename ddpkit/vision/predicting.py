@@ -212,9 +212,8 @@ class Predictor:
         at the right and below. Raises a UserError if two images have the same name.
         """
         # first of all, so that two of one name are refused before the work begins
-        name_of = {
-            path: name for name, path in folders.index_by_name(self.files).items()
-        }
+        folders.index_by_name(self.files)
+        name_of = dict(self.files)
 
         def save_image(kind: str, path: str, drawn: Image.Image) -> None:
             file = output / kind / f"{name_of[path]}.png"

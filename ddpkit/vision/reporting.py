@@ -169,8 +169,7 @@ class Reporter:
 
     def colors(self) -> list[list[int]]:
         """Return those of the classes, from 0 to 255, for checkpoints."""
-        colors: list[list[int]] = pictures.colors_of(self.classes).tolist()
-        return colors
+        return pictures.colors_of(self.classes).tolist()
 
     def close(self) -> None:
         """Clear the progress bar and close the files, before any error is printed."""
@@ -219,7 +218,7 @@ class Reporter:
                 f"--batch-size {smaller} --epochs {epochs}"
             )
         amp = f" | amp {run.flags['amp']}" if "amp" in run.flags else ""
-        jpeg = images.decoder()
+        jpeg = "simplejpeg" if images.simplejpeg else "Pillow"
         distributed.print0(
             f"per rank {getattr(run.train_loader, 'num_workers', 0)} loader worker(s) and "
             f"{torch.get_num_threads()} thread(s) | JPEG: {jpeg}{amp}"

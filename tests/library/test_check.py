@@ -1,17 +1,20 @@
 """python -m ddpkit check on folders with faults of every kind, and on whole ones."""
 
+import os
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from generated import Done, Project, both_but_one_in_soak, both_tasks
+from generated import ROOT, Done, Project, both_but_one_in_soak, both_tasks
 from PIL import Image
 
 from ddpkit.data.format import DEFAULT_FORMAT
 from ddpkit.vision import folders
-from ddpkit.vision.tools import check_picture
+from ddpkit.vision.tools import alike, check_picture
 from ddpkit.vision.tools.check import Survey, sort_out_broken
 
 RIGHT = 6  # an orientation in EXIF
@@ -95,7 +98,7 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         ("error: train/a/cut.jpg: ", "cannot be read"),
         ("error: train/b/text.png: ", "cannot be read"),
         ("error: val/a/none.tif: ", "empty file"),
-        ("error: val/a/leak.png: ", "train/a/0.png"),
+        ("error: val/a/leak.png: ", "train/a/0.png; remove one, or, if the split is"),
         (f"error: {data}: ", "class zebra of test is not"),
         ("error: test/a/leak.png: ", "is in train, train/a/1.png"),
         ("error: test/b/leak.png: ", "is in val, val/a/1.png"),
@@ -448,11 +451,101 @@ def test_parts_that_are_nearly_alike(tmp_path: Path) -> None:
     assert "p12_4.png" in names
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "are_alike"),
+    [
+        ("p12_3", "p12_4", True),
+        ("case1a_frame03", "case1a_frame17", True),
+        ("p1_b2", "p1_b3", True),
+        # numbers of base 16, whole ones and the last of several
+        ("26a0", "26a1", False),
+        ("1F3A0", "1F3A1", False),
+        ("1f9d1-1f3a0", "1f9d1-1f3a7", False),
+        # without a number in what they share
+        ("img3", "img4", False),
+    ],
+)
+def test_names_in_a_series(one: str, other: str, are_alike: bool) -> None:
+    starts = [alike.series_of(f"/d1/{name}.tar.png") for name in (one, other)]
+    assert starts == ["", ""]  # tar is no number
+    starts = [alike.series_of(f"/d1/{name}.png") for name in (one, other)]
+    assert (starts[0] == starts[1] != "") == are_alike
+
+
+def test_transparent_images(tmp_path: Path) -> None:
+    """Their number is a warning, whose command, that of the page, pastes them onto white."""
+    root = tmp_path / "my set"
+    paint = Painter(root)
+    paint.image("train/a/rgb.png")
+    paint.image("train/b/rgb.jpg")
+
+    def draw(alpha: int) -> Image.Image:
+        pixels = paint.noise.integers(0, 256, (20, 30, 4), dtype=np.uint8)
+        pixels[:10, :, 3] = alpha
+        pixels[10:, :, 3] = 255
+        return Image.fromarray(pixels)
+
+    draw(255).save(root / "train/b/opaque.png")
+    draw(0).save(root / "train/a/rgba.png")
+    draw(0).save(root / "train/a/rgba.WEBP", lossless=True)
+    draw(0).convert("LA").save(root / "train/a/la.png")
+    draw(0).quantize(50).save(root / "train/b/palette.png")
+    assert "transparency" in Image.open(root / "train/b/palette.png").info
+
+    def warnings(data: Path) -> list[str]:
+        survey = Survey(data, has_masks=False)
+        survey.read_all(DEFAULT_FORMAT, 0)
+        assert not survey.errors
+        return [line for line in survey.warnings if "transparent" in line]
+
+    (line,) = warnings(root)
+    assert line.startswith("4 images have transparent pixels, whose hidden colours")
+    command = line.partition("white first: ")[2]
+    page = (ROOT / "docs/unusual-images.md").read_text()
+    section = page.partition("## Alpha channel and transparency\n")[2]
+    block = section.partition("```bash\n")[2].partition("\n```")[0]
+    assert command == f"DIR='{root}'; {block}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    where = {"cwd": tmp_path, "env": {**os.environ, "PATH": path}}
+    subprocess.run(["bash", "-e", "-c", command], check=True, **where)
+    white = tmp_path / "my set-white"
+    assert not warnings(white)
+    for name in "a/rgba.png", "a/rgba.WEBP", "a/la.png", "b/palette.png":
+        pixels = np.asarray(Image.open(white / "train" / name))
+        assert pixels.shape == (20, 30, 3)
+        assert (pixels[:10] == 255).all()
+    for name in "a/rgb.png", "b/rgb.jpg":
+        before, after = [(each / "train" / name).read_bytes() for each in (root, white)]
+        assert before == after
+
+
+def test_shares_of_several_labels(tmp_path: Path) -> None:
+    """They are of the images, not of their labels."""
+    paint = Painter(tmp_path)
+    rows = {"0": "a;b", "1": "a;b;c", "2": "a", "3": "c", "4": ";"}
+    for part in "train", "val":
+        for name in rows:
+            paint.image(f"{part}{name}.png")
+        text = "".join(f"{part}{name}.png,{label}\n" for name, label in rows.items())
+        (tmp_path / f"{part}.csv").write_text(f"file,label\n{text}")
+    survey = Survey(tmp_path, has_masks=False)
+    survey.read_all(DEFAULT_FORMAT, 0)
+    _, _, head, *lines = survey.lines()
+    assert head.endswith("% of images, which have several labels or none: train, val")
+    assert [line.split()[:3] for line in lines] == [
+        ["a", "3", "60"],
+        ["b", "2", "40"],
+        ["c", "2", "40"],
+    ]
+
+
 def test_small_images(capsys: pytest.CaptureFixture) -> None:
-    """A smaller --image-size is named if training enlarges most images twice."""
-    check_picture.say_small([200, 28, 30], [224, 224, 224])
-    line = "at most 30 pixels wide or high: --image-size 32 enlarges them less than 224"
-    assert line in capsys.readouterr().out
-    check_picture.say_small([200, 120, 30], [224, 224, 224])
-    check_picture.say_small([], [])
+    """A smaller --image-size is named if training enlarges most images twice; which depends."""
+    check_picture.say_small([200, 28, 64], 224)
+    line = capsys.readouterr().out
+    assert "most images are at most 64 pixels wide or high: from scratch" in line
+    assert "--image-size 64, up to 12 times as fast as 224;" in line
+    assert "with pretrained weights try 128 first" in line
+    check_picture.say_small([200, 120, 30], 224)
+    check_picture.say_small([], 0)
     assert not capsys.readouterr().out

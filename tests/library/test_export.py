@@ -11,7 +11,7 @@ import pytest
 from generated import ROOT, Command, Project
 from PIL import Image
 
-from ddpkit.vision import images
+from ddpkit.vision import augment, images
 
 
 def odd_images(folder: Path, paths: list[Path]) -> list[Path]:
@@ -33,6 +33,11 @@ def odd_images(folder: Path, paths: list[Path]) -> list[Path]:
         }.items():
             made.save(f"{name}{kind}.png")
         image.convert("CMYK").save(f"{name}f.jpg", quality=95)
+    # edges at the borders of the centre, where a resize of a box would look beyond it
+    stripes = np.zeros((160, 240, 3), np.uint8)
+    stripes[:10] = stripes[-10:] = 255
+    stripes[:, :50] = stripes[:, -50:] = 255
+    Image.fromarray(stripes).save(folder / "edges.png")
     return sorted(folder.iterdir())
 
 
@@ -47,6 +52,11 @@ def compare_with_predicted(path: Path, scope: dict) -> None:
         return
     with open("predicted/predictions.csv", newline="") as file:
         (row,) = [each for each in csv.DictReader(file) if each["file"] == str(path)]
+    size = tuple(scope["info"]["size"])
+    crop = augment.ResizedCenterCrop(size[0], scope["info"]["crop"])
+    expected = crop(images.open_image(str(path))).movedim(0, -1).numpy()
+    if path.suffix == ".png":  # a JPEG may be decoded at a fraction of its size
+        assert np.abs(np.asarray(scope["image"], int) - expected).max() <= 2, path
     shares = np.exp(scope["logits"][0] - scope["logits"][0].max())
     shares /= shares.sum()
     for name, share in zip(scope["info"]["classes"], shares, strict=True):

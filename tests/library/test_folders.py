@@ -813,6 +813,16 @@ def test_recipes_of_shell(tmp_path: Path) -> None:
     groups = [{Path(sample[0]).name[:2] for sample in part} for part in (train, val)]
     assert sorted(groups[0] | groups[1]) == ["p0", "p1"]
     assert not groups[0] & groups[1]
+    # by checksums: two files of each
+    for number, path in enumerate(sorted(patients.glob("train/*/*.jpg"))):
+        Image.new("RGB", (8, 8), (60 * (number % 2), 0, 0)).save(path)
+    path.rename(path.with_name("a, b.jpg"))
+    run_recipe("Group k-fold", 2, tmp_path)
+    train, val, _ = folders.find_labelled(patients)
+    files = [{Path(sample[0]).read_bytes() for sample in part} for part in (train, val)]
+    assert len(train) == len(val) == 2
+    assert [len(each) for each in files] == [1, 1]
+    assert files[0] != files[1]
 
 
 class TestLists:

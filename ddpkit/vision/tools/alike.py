@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ SIDE = 16  # of the thumbnails that are compared
 ALIKE = 0.998  # correlation of thumbnails, as after another JPEG or another size
 FLAT = 2  # of 255: thumbnails that vary less are of one colour, and show nothing
 # What comes before the last number of a name, if it has a number itself: p12_ of p12_3
-SERIES = re.compile(r"(.*\d.*\D)\d+")
+# but not 26a of 26a1, a number of base 16 as checksums and characters have it
+SERIES = re.compile(
+    r"(?!(.*[\W_])?[a-f]*\d[\da-f]*[a-f][\da-f]*$)(?P<start>.*\d.*\D)\d+", re.I
+)
 # of each image: path and thumbnail
 Thumbnails = Sequence[tuple[str, Tensor]]
 
@@ -50,6 +54,6 @@ def find_alike(train: Thumbnails, others: Thumbnails) -> list[str]:
 
 
 def series_of(path: str) -> str:
-    """Return the folder and the name before its last number, or nothing if that has none."""
-    match = SERIES.fullmatch(path.rpartition("/")[2].rpartition(".")[0])
-    return match[1] if match else ""
+    """Return the file's name before its last number, or nothing if that has none."""
+    match = SERIES.fullmatch(Path(path).stem)
+    return match["start"] if match else ""

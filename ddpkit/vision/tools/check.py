@@ -47,6 +47,12 @@ from ddpkit.vision.tools.check_picture import draw_check
 
 # what is wrong with a mask, without its path and numbers of its own
 OF_MASK = re.compile(r".*?: (.*?)(, such as .*)? in \d+ pixels")
+# in a copy of DIR the PNG and WebP files with alpha, as docs/unusual-images.md has it, too
+ONTO_WHITE = """cp -r "$DIR" "$DIR-white" && python -c "import sys; from pathlib import Path; \
+from PIL import Image; [Image.alpha_composite(Image.new('RGBA', i.size, 'white'), \
+i.convert('RGBA')).convert('RGB').save(p, lossless=True, exif=i.getexif()) \
+for p in Path(sys.argv[1]).rglob('*') if p.suffix.lower() in ('.png', '.webp') \
+for i in [Image.open(p)] if i.has_transparency_data]" "$DIR-white\""""
 CHUNK = 8  # samples that a worker reads at once: what is passed on takes time, too
 
 
@@ -63,10 +69,11 @@ class Facts:
     counts: dict[int, int] = field(default_factory=dict)
     meant: Meant = field(default_factory=dict)  # of the values in a mask
     is_turned: bool = False  # an image beside a mask
+    was_clear: bool = False
     # what `alike.thumbnail` makes of it
-    small: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    small: Any = None
     # with "channels", (3, channels): pixels, sums of values 0 to 1, of squares
-    moments: Any = 0.0
+    moments: object = 0.0
 
 
 def look_at_all(chunk: Sequence[tuple[str, MapDataset, int]]) -> list[Facts]:
@@ -86,7 +93,8 @@ def look(part: str, dataset: MapDataset, index: int) -> Facts:
         except Exception as error:  # Pillow raises many kinds for malformed files
             facts.error = getattr(error, "line", f"{facts.path}: {error!r}")
             return facts
-    facts.size = (image.width, image.height)
+    facts.size = image.size
+    facts.was_clear = image.was_clear
     facts.small = alike.thumbnail(image)
     data = np.ascontiguousarray(pixels).data
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
@@ -129,6 +137,8 @@ class Survey:
         self.meant: Meant = {}
         self.mixed: list[str] = []  # masks that mean something else
         self.turned: list[str] = []
+        self.several = False  # classes in an image
+        self.clear = 0  # images with transparent pixels
         # of masks with values 1 to N their N; 0 of others
         self.largest: set[int] = set()
         # part, path and labels by digest
@@ -189,6 +199,11 @@ class Survey:
                 f"{self.turned[0]}: EXIF turns this image and {len(self.turned) - 1} others; "
                 "their masks have to be upright"
             )
+        if self.clear:
+            self.warnings.append(
+                f"{self.clear} images have transparent pixels, whose hidden colours count: "
+                f"composite them on white first: DIR={shlex.quote(str(self.root))}; {ONTO_WHITE}"
+            )
         if self.has_masks:
             self.name_classes(labels)
 
@@ -203,6 +218,8 @@ class Survey:
         self.images[part].update(facts.counts.keys())
         if part == "train":
             self.moments += facts.moments
+        self.several |= len(facts.counts) != 1
+        self.clear += facts.was_clear
         if facts.is_turned:
             self.turned.append(path)
         values = facts.counts.keys() - {0, VOID}
@@ -217,7 +234,10 @@ class Survey:
         other, copy, labels = first
         # in two parts it makes the metrics too good, in one only counts twice
         if other != part:
-            self.errors.append(f"{path}: the same image is in {other}, {copy}")
+            self.errors.append(
+                f"{path}: the same image is in {other}, {copy}; remove one, or, if the split is "
+                "automatic, give both one group: docs/own-data.md"
+            )
             return
         self.small[part].append((path, facts.small))
         if copy != path and labels != facts.counts and not self.has_masks:
@@ -277,7 +297,11 @@ class Survey:
             ends = dict.fromkeys(by_area[:1] + by_area[-1:])
             text = " to ".join(f"{width} x {height}" for width, height in ends)
             yield f"{part:10}{len(sizes)} images; width x height: {text or 'none'}"
-        unit = "pixels" if self.has_masks else "images"
+        unit = "images"
+        if self.has_masks:
+            unit = "pixels"
+        elif self.several:
+            unit += ", which have several labels or none"
         yield f"classes   images, % of {unit}: {', '.join(self.images)}"
         names = dict(enumerate(self.classes))
         if self.has_masks:
@@ -287,7 +311,8 @@ class Survey:
             line = f"          {name:{longest}}"
             for part, images in self.images.items():
                 pixels = self.pixels[part]
-                share = 100 * pixels[value] / max(pixels.total(), 1)
+                total = pixels.total() if self.has_masks else len(self.sizes[part])
+                share = 100 * pixels[value] / max(total, 1)
                 line += f"  {images[value]:9} {share:8.3g} %"
             yield line
 

@@ -41,9 +41,9 @@ def draw_check(path: Path, args: Namespace) -> str:
     chosen = mistakes.spread(len(train_set), COUNT)
     captions = mistakes.short_names(train_set, chosen)
     masks = []  # as training has them
-    # longer sides of images of classes: in their files, and as training has them
+    # longer sides of images of classes: in their files, and as training has all
     stored = []
-    trained = []
+    trained = 0
     with pictures.drawing(path) as figure:
         for index, caption in zip(chosen, captions, strict=True):
             try:
@@ -61,7 +61,7 @@ def draw_check(path: Path, args: Namespace) -> str:
             else:
                 if len(shown) > 1:  # else the file is not known
                     stored.append(max(shown[0][0].shape[-2:]))
-                    trained.append(max(shown[1][0].shape[-2:]))
+                    trained = max(shown[1][0].shape[-2:])
                 # a number, or float (classes,) of several
                 numbers = target.nonzero().flatten() if target.ndim else target[None]
                 text = "; ".join(classes[int(number)] for number in numbers) or "none"
@@ -81,15 +81,15 @@ def draw_check(path: Path, args: Namespace) -> str:
     return ""
 
 
-def say_small(stored: Sequence[int], trained: Sequence[int]) -> None:
+def say_small(stored: Sequence[int], trained: int) -> None:
     """Say a line if training enlarges most images at least twice."""
     usual = sorted(stored)[len(stored) // 2] if stored else 0
     better = math.ceil(usual / 32) * 32  # as networks with five halvings want it
-    if usual and 2 * better <= trained[0]:
+    if usual and 2 * better <= trained:
         distributed.print0(
-            f"most images are at most {usual} pixels wide or high: --image-size {better} enlarges "
-            f"them less than {trained[0]}, and is up to {(trained[0] / better) ** 2:.0f} times as "
-            "fast"
+            f"most images are at most {usual} pixels wide or high: from scratch try --image-size "
+            f"{better}, up to {(trained / better) ** 2:.0f} times as fast as {trained}; with "
+            f"pretrained weights try {2 * better} first, which may be more accurate"
         )
 
 
