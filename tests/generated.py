@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE_FOLDER = "{{cookiecutter.project_slug}}"
 TASKS = ("classification", "segmentation")
 both_tasks = pytest.mark.parametrize("project", TASKS, indirect=True)
-both_but_one_in_soak = [TASKS[0], pytest.param(TASKS[1], marks=pytest.mark.soak)]
 
 
 def in_soak(*values: object, **how: object) -> object:
@@ -34,6 +33,14 @@ def in_soak(*values: object, **how: object) -> object:
     return pytest.param(*values, marks=pytest.mark.soak, **how)
 
 
+def type_in_shell(lines: str, folder: Path) -> None:
+    """Run lines of bash in a folder, where `python` is this one; fails if one of them does."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path}
+    subprocess.run(["bash", "-e", "-c", lines], cwd=folder, check=True, env=env)
+
+
+both_but_one_in_soak = [TASKS[0], in_soak(TASKS[1])]
 # Small images and networks, and little time in processes. make demo and the projects'
 # own tests keep to the default ones.
 NETS = {

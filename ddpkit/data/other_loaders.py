@@ -76,8 +76,7 @@ class Reading:
         torch's generator, or one of the loader's own, with numbers of their own.
         """
         samplers = samplers_of(batches)
-        kinds = map(type, samplers)
-        has_own = torch.utils.data.DistributedSampler in kinds
+        has_own = torch.utils.data.DistributedSampler in map(type, samplers)
         generators = generators_in(batches, *samplers)
         if generators:
             states = [

@@ -625,15 +625,17 @@ class Run(Checkpoints):
                 "run.end_epoch in an epoch without a loop over run.steps(train_loader, ddp_model)"
             )
         # Before any collective: another rank may be in one of evaluate().
-        now = replicas.bit_sums(self.model.parameters())
-        by_hand = None if self.model.training else now
-        if is_evaluated and sources.judged.get(self.model, by_hand) != now:
-            raise UserError(
-                f"rank {distributed.rank()} did not evaluate the model of Run(model=...) with the "
-                "weights that are saved: evaluate it on all ranks, with ddpkit.eval_batches(loader,"
-                " model) or after model.eval(), or pass is_evaluated=False to end_epoch; to save "
-                "an average of it: Run(model=average.module, trained=model, average=average)"
-            )
+        if is_evaluated:
+            now = replicas.bit_sums(self.model.parameters())
+            by_hand = None if self.model.training else now
+            if sources.judged.get(self.model, by_hand) != now:
+                raise UserError(
+                    f"rank {distributed.rank()} did not evaluate the model of Run(model=...) with "
+                    "the weights that are saved: evaluate it on all ranks, with "
+                    "ddpkit.eval_batches(loader, model) or after model.eval(), or pass "
+                    "is_evaluated=False to end_epoch; to save an average of it: "
+                    "Run(model=average.module, trained=model, average=average)"
+                )
         stopping.agree()
         if is_evaluated:
             self._choose_score(row)

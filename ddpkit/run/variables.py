@@ -162,6 +162,7 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
         if isinstance(part, types.SimpleNamespace):  # numbers
             known.update(id(each) for each in vars(part).values() if is_mutable(each))
     found = {}
+    is_within = reader != "next epoch"
     for function, variables, needed in scopes(run, reader):
         for name, value in variables.items():
             with contextlib.suppress(Exception):  # of objects of libraries
@@ -174,13 +175,13 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
                     continue
                 if is_mutable(value):  # an inner function may be given it, too
                     known.add(id(value))
-                if is_network and name in needed and reader != "next epoch":
+                if is_network and name in needed and is_within:
                     # those of no part, as of a copy that each epoch makes
                     found[f"{function}{name}.weights"] = short_hash(
                         [each for each in value.parameters() if each not in saved]
                     )
                 # metrics begin anew with each epoch
-                for attribute, each in parts_of(value, reader != "next epoch"):
+                for attribute, each in parts_of(value, is_within):
                     if attribute and is_mutable(each) and id(each) in known:
                         continue
                     # of a function here, a variable of this one, which is looked at itself

@@ -14,7 +14,16 @@ from typing import Any
 import emulate
 import pytest
 import torch
-from generated import Ranks, after_step, both_tasks, die, refusal, rows, wait_for
+from generated import (
+    Ranks,
+    after_step,
+    both_tasks,
+    die,
+    in_soak,
+    refusal,
+    rows,
+    wait_for,
+)
 from ranks import draw_nothing, on_ranks
 from torch import nn
 
@@ -220,9 +229,7 @@ def wait_alone() -> None:
     ("act", "by_default", "cause"),
     [
         (wait_alone, True, ""),
-        pytest.param(
-            die, False, r": rank 1 has ended \(process \d+\)", marks=pytest.mark.soak
-        ),
+        in_soak(die, False, r": rank 1 has ended \(process \d+\)"),
     ],
 )
 def test_ranks_that_wait(project, few, tmp_path, act, by_default, cause):

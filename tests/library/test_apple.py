@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import ROOT
+from generated import ROOT, in_soak
 
 from ddpkit.ranks import environment
 
@@ -34,9 +34,7 @@ def build(source: Path) -> Path:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
-@pytest.mark.parametrize(
-    "which", ["not soak", pytest.param("soak", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("which", ["not soak", in_soak("soak")])
 def test_on_apple(monkeypatch, which):
     """The tests of on_apple.py pass in a pytest whose forks have that GPU."""
     monkeypatch.setenv("FAKE_APPLE", str(build(SOURCES / "device.cpp")))

@@ -1,15 +1,19 @@
 """python -m ddpkit check on folders with faults of every kind, and on whole ones."""
 
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from generated import ROOT, Done, Project, both_but_one_in_soak, both_tasks
+from generated import (
+    ROOT,
+    Done,
+    Project,
+    both_but_one_in_soak,
+    both_tasks,
+    type_in_shell,
+)
 from PIL import Image
 
 from ddpkit.data.format import DEFAULT_FORMAT
@@ -505,9 +509,7 @@ def test_transparent_images(tmp_path: Path) -> None:
     section = page.partition("## Alpha channel and transparency\n")[2]
     block = section.partition("```bash\n")[2].partition("\n```")[0]
     assert command == f"DIR='{root}'; {block}"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    where = {"cwd": tmp_path, "env": {**os.environ, "PATH": path}}
-    subprocess.run(["bash", "-e", "-c", command], check=True, **where)
+    type_in_shell(command, tmp_path)
     white = tmp_path / "my set-white"
     assert not warnings(white)
     for name in "a/rgba.png", "a/rgba.WEBP", "a/la.png", "b/palette.png":

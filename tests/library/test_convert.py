@@ -9,8 +9,6 @@ import re
 import shlex
 import shutil
 import struct
-import subprocess
-import sys
 import time
 import unicodedata
 import zlib
@@ -20,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.io
-from generated import Project
+from generated import Project, type_in_shell
 from PIL import Image
 
 from ddpkit.convert import arrays, formats, result, shapes
@@ -1610,10 +1608,7 @@ def run_command(source: Path) -> str:
     name = line.partition(": ")[0].removeprefix(f"{source}/")
     command = re.search(r"(for p .*|\(echo .*csv|python -c .*csv|tail .*?csv)", line)
     assert command
-    typed = command[0].replace("FILE", name)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path}
-    subprocess.run(["bash", "-e", "-c", typed], cwd=source, check=True, env=env)
+    type_in_shell(command[0].replace("FILE", name), source)
     return line
 
 

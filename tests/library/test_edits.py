@@ -389,7 +389,7 @@ LOSSES = {
 
 @pytest.mark.parametrize(
     "project",
-    [pytest.param(TASKS[0], marks=pytest.mark.soak), TASKS[1]],
+    [in_soak(TASKS[0]), TASKS[1]],
     indirect=True,
 )
 def test_losses_and_outputs(

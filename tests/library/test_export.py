@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from generated import ROOT, Command, Project
+from generated import ROOT, Command, Project, in_soak
 from PIL import Image
 
 from ddpkit.vision import augment, images
@@ -64,7 +64,7 @@ def compare_with_predicted(path: Path, scope: dict) -> None:
 
 
 # exporting a network of free sizes takes minutes
-SEGMENTATION = pytest.param("segmentation", marks=pytest.mark.soak)
+SEGMENTATION = in_soak("segmentation")
 
 
 @pytest.mark.parametrize("project", ["classification", SEGMENTATION], indirect=True)

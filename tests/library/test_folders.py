@@ -5,14 +5,12 @@ import csv
 import io
 import os
 import shutil
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from generated import ROOT, refusal
+from generated import ROOT, refusal, type_in_shell
 from PIL import Image
 from ranks import on_ranks
 
@@ -724,9 +722,7 @@ def run_recipe(title: str, number: int, folder: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/own-data.md").read_text()
     section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
     block = section.split("```bash\n")[number].partition("```")[0]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    options = {"cwd": folder, "env": {**os.environ, "PATH": path}}
-    subprocess.run(["bash", "-e", "-c", block], check=True, **options)
+    type_in_shell(block, folder)
 
 
 def test_recipes_of_shell(tmp_path: Path) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import gpus
 import pytest
+from generated import in_soak
 
 
 @pytest.mark.skipif(bool(gpus.missing()), reason=gpus.missing())
-@pytest.mark.parametrize(
-    "which", ["not soak", pytest.param("soak", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("which", ["not soak", in_soak("soak")])
 def test_on_gpus(tmp_path, monkeypatch, which):
     """The tests of on_gpus.py pass in a pytest whose forks see three GPUs."""
     monkeypatch.setenv("FAKE_GPU_FOLDER", str(tmp_path))

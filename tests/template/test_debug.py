@@ -202,9 +202,7 @@ WAYS: dict[str, tuple[int, Callable[[Debugger], None]]] = {
 
 
 IN_SOAK = ("closed window", "killed adapter")
-SOME = [
-    pytest.param(way, marks=pytest.mark.soak if way in IN_SOAK else ()) for way in WAYS
-]
+SOME = [in_soak(way) if way in IN_SOAK else way for way in WAYS]
 
 
 @pytest.mark.parametrize("way", SOME)

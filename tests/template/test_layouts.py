@@ -12,7 +12,7 @@ import pytest
 from conftest import once
 from dap import F5, Debugger, configuration
 from digest import digest
-from generated import DRAWS_NOTHING, ROOT, Done, Project, run
+from generated import DRAWS_NOTHING, ROOT, Done, Project, in_soak, run
 from test_template import check_packages, packages
 from test_updates import ADDRESS, Repository, cookiecutter, git, make_repository
 
@@ -145,9 +145,7 @@ def test_what_is_missing(own: Installed, project: Project, tmp_path: Path) -> No
     before_pip.refused("", "no ddpkit", remedy)
 
 
-@pytest.mark.parametrize(
-    "steps_in", [False, pytest.param(True, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("steps_in", [False, in_soak(True)])
 def test_f5(own: Installed, few: Path, steps_in: bool) -> None:
     """F11 steps over the installed library, or into it; test_debug.py has a copied one."""
     flags = shlex.join(map(str, own.flags(few, "runs/debug")))
