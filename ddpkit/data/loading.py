@@ -289,8 +289,8 @@ def workers(count: int | None, device: torch.device) -> dict:
 
     On a GPU, but Apple's, batches are copied from pinned memory.
     """
-    if count is None:
-        count = default_workers()
+    if count is None:  # under a debugger each would be a session
+        count = 0 if process.is_debugged() else min(cpu_share(), 16)
     seconds = 0.0
     if count and not distributed.any_debugged():
         # Shorter than the ranks' own time-out: if a worker hangs, this rank can name
@@ -303,11 +303,6 @@ def workers(count: int | None, device: torch.device) -> dict:
         "pin_memory": devices.copies_async(device),
         "timeout": seconds,
     }
-
-
-def default_workers() -> int:
-    """Return the loader workers of a rank; 0 under a debugger, for which each is a session."""
-    return 0 if process.is_debugged() else min(cpu_share(), 16)
 
 
 def explain_loading(error: Exception) -> str | UserError | None:

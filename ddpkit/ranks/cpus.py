@@ -9,18 +9,16 @@ from ddpkit.ranks import process
 
 # of a container: microseconds of CPU time per period
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
-OF_V1 = [Path(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
 
 
 def cpus() -> int:
     """Return how many CPUs the affinity and the container of this process let it use."""
     usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
     count = float(len(usable(0)) if usable else os.cpu_count() or 1)
-    # fails without cgroups of that version, and without a limit, which is "max" or -1
-    for files in [QUOTA], OF_V1:
-        with contextlib.suppress(OSError, ValueError):
-            quota, period = " ".join(file.read_text("utf-8") for file in files).split()
-            count = min(count, int(quota) / int(period)) if int(quota) > 0 else count
+    # fails without cgroups of version 2, and without a limit, which is "max"
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = QUOTA.read_text("utf-8").split()
+        count = min(count, int(quota) / int(period))
     return max(1, math.ceil(count))
 
 

@@ -1,6 +1,7 @@
 """The network on all ranks: its gradients are exact means, and its copies stay equal."""
 
 import contextlib
+import copy
 import itertools
 import math
 import zlib
@@ -95,7 +96,7 @@ class _EachWeight(nn.Module):
 
     def forward(self, total: Tensor) -> Tensor:
         for weight in self.weights:
-            total = total.to(weight.device) + (weight * weight.detach()).sum().real
+            total = total.to(weight.device) + (weight * 0).sum().real
         return total
 
 
@@ -112,6 +113,10 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
         )
     if ddp_model.static_graph or ddp_model.find_unused_parameters:
         return  # it keeps to the order of the weights
+    # Of communication hooks, such as PowerSGD's: this pass is none of theirs.
+    states = [state for _, state in ddp_model._comm_hooks]
+    hooks: list = [each for each in states if hasattr(each, "state_dict")]
+    before = copy.deepcopy([each.state_dict() for each in hooks])
     model = ddp_model.module
     gives_buffers = ddp_model.broadcast_buffers
     ddp_model.module = _EachWeight(model)
@@ -121,6 +126,8 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
     ddp_model.module = model
     ddp_model.broadcast_buffers = gives_buffers
     ddp_model.zero_grad()
+    for hook, state in zip(hooks, before, strict=True):
+        hook.load_state_dict(state)
 
 
 def check_called(ddp_model: nn.Module) -> None:
@@ -210,24 +217,6 @@ def _find_unlike(tensors: dict[str, Tensor], sums: Iterable[int] = ()) -> str:
         if any(other != each[0] for other in each):
             return next(there[0] for there in each if there)
     return ""
-
-
-def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Raise a UserError if no weight has a gradient, before an `optimizer`'s step."""
-    if all(weight.grad is None for weight in weights_of(optimizer)):
-        raise UserError(
-            "no weight has a gradient at optimizer.step(): call backward() on the loss, and "
-            "zero_grad() after the step, not before"
-        )
-
-
-def check_cleared(grads: Iterable[Tensor]) -> None:
-    """Raise a UserError if gradients of the step before are not 0 at a backward()."""
-    if any(grad.any() for grad in grads):
-        raise UserError(
-            "the gradients of the previous step are still set at backward(): zero_grad() belongs "
-            "after each optimizer step; to add up batches pass accumulate=N to the training loader"
-        )
 
 
 def check_slopes(

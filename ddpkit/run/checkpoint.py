@@ -238,8 +238,6 @@ def keep_weights(path: Path | str) -> str:
 
 def check_format(state: State, format: Format) -> None:
     """Raise a UserError unless images are read and normalised as those of the checkpoint were."""
-    if "format" not in state:
-        return
     then = Format(**state["format"])
     for name in ("channels", "value_range", "statistics"):
         before = to_plain(getattr(then, name))

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpkit.data.format import VOID
+from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, replicas
 from ddpkit.run import states
 from ddpkit.run.criterion import Criterion
@@ -97,17 +98,27 @@ class FirstSteps:
         loss.register_hook(note_slope)
 
     def _check_step(self, optimizer: Optimizer, *_: object) -> None:
-        if optimizer in with_inner(self.optimizer):
-            replicas.check_step(optimizer)
+        if optimizer not in with_inner(self.optimizer):
+            return
+        if all(weight.grad is None for weight in replicas.weights_of(optimizer)):
+            raise UserError(
+                "no weight has a gradient at optimizer.step(): call backward() on the loss, and "
+                "zero_grad() after the step, not before"
+            )
 
     def _check_cleared(self, before: list[tuple[Tensor, int]]) -> None:
-        """Look at the gradients that there were when the loss was worked out."""
+        """Raise a UserError if gradients that there were as the loss was worked out are not 0."""
         if self.is_cleared:  # of several batches, before the first
             return
         self.is_cleared = True
         now = {id(each.grad) for each in replicas.weights_of(self.optimizer)}
         old = [each for each, version in before if each._version == version]
-        replicas.check_cleared([each for each in old if id(each) in now])
+        if any(each.any() for each in old if id(each) in now):
+            raise UserError(
+                "the gradients of the previous step are still set at backward(): zero_grad() "
+                "belongs after each optimizer step; to add up batches pass accumulate=N to the "
+                "training loader"
+            )
 
     def _check_first(self, whole: float, count: Tensor | float) -> None:
         replicas.check_slopes(self.slopes, count, self.passes, self.ranks, self.scale)

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,11 +28,12 @@ class Help(
     argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter
 ):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=118)
+        columns = shutil.get_terminal_size((120, 24)).columns
+        super().__init__(prog, max_help_position=30, width=columns - 2)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         # "default: False" would tell nothing; 0, which equals it, does
-        if action.default is None or action.default is False:
+        if action.default in (None, "") or action.default is False:
             return action.help
         return super()._get_help_string(action)
 
@@ -119,8 +121,6 @@ class Parser(argparse.ArgumentParser):
             end = "" if below == math.inf else f" and less than {below:g}"
             if most < math.inf:
                 end = f" and at most {most:g}"
-            if kind is float and "," in text:
-                end += f"; use a decimal point: {text.replace(',', '.')}"
             raise ArgumentTypeError(f"{text} is not {name} of {low} or more{end}")
 
         return convert
@@ -165,10 +165,9 @@ class Parser(argparse.ArgumentParser):
         known = self._option_string_actions
         flag = f"--{word.lstrip('-')}"
         near = suggest(flag, [flag] if flag in known else known)
-        if word[:1] != "-" and "--data" in known and os.path.exists(word):
-            return f": not a flag; did you mean --data {word}?"
         if word[:1] != "-" and not near:
-            return f": a value without its flag, as in --epochs {word}"
+            flag = "--data" if os.path.exists(word) else "--epochs"
+            return f": a value without its flag, as in {flag} {word}"
         return f": no such flag{near}"
 
     # in place of argparse's own

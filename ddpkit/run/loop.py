@@ -173,7 +173,6 @@ class Run(Checkpoints):
         self.last_epoch: int = report.epochs
         self.accumulate = accumulate
         self.device = next(model.parameters()).device
-        state = folder.state or {}
         self.source = sources.find_source(
             train_loader,
             val_loader,
@@ -192,7 +191,7 @@ class Run(Checkpoints):
         self.seen = 0
         self.sums = Sums(self.source.ranks, report.steps.every > 0)
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
-        self.history: list[Row] = list(state.get("history", ()))
+        self.history: list[Row] = list((folder.state or {}).get("history", ()))
         super().__init__(
             folder,
             save_every=save_every,
@@ -348,8 +347,12 @@ class Run(Checkpoints):
     def _compare_places(self, now: State) -> None:
         """Report how the batches differ from those of a checkpoint; go to the epoch's start."""
         then = self.place
-        sizes = "--batch-size x ranks x --accumulate", "--lr"
-        say_batches(then["global_batch"], now["global_batch"], *sizes)
+        say_batches(
+            then["global_batch"],
+            now["global_batch"],
+            "--batch-size x ranks x --accumulate",
+            "--lr",
+        )
         has_other_steps = then["global_batch"] != now["global_batch"]
         reason = ""
         if isinstance(self.source, OtherSource) and has_other_steps:
@@ -450,10 +453,10 @@ class Run(Checkpoints):
 
     def _say_end(self) -> None:
         if self.is_complete:
-            remedy = (
-                "for more epochs use another --output-dir; --resume never starts over"
+            distributed.print0(
+                "nothing left to do; for more epochs use another --output-dir; --resume never "
+                "starts over"
             )
-            distributed.print0(f"nothing left to do; {remedy}")
         elif self.epoch < self.last_epoch and not self.is_out:
             distributed.print0(
                 f"the loop ended after epoch {self.epoch} of {self.last_epoch}: the run is "

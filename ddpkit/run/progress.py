@@ -162,7 +162,7 @@ def added(numbers: Sequence[Number]) -> Tensor:
     return torch.stack([torch.as_tensor(each).detach() for each in numbers]).sum()
 
 
-def progress_line(state: State, steps: int, of_epochs: str = "epochs") -> str:
+def progress_line(state: State, steps: int, of_epochs: str) -> str:
     """Return what a checkpoint has: epochs, and `steps` of the next one."""
     line = f"{state['path']}: {state['epoch']} {of_epochs} done"
     if state.get("best") is not None and state["epoch"]:

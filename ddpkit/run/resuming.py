@@ -279,9 +279,7 @@ class Checkpoints:
             numbers = checkpoints.numbers(best=0.0, bad=0)
             numbers.bad += 1
         """
-        counted = Numbers(**first)
-        self._add(NUMBERS, counted)
-        return counted
+        return self._add(NUMBERS, Numbers(**first))
 
     def forever(self, loader: Iterable) -> Forever:
         """Return endless batches of `loader` for next(), whose place is saved and resumed.
@@ -293,11 +291,9 @@ class Checkpoints:
         """
         number = 1 + sum(isinstance(part, Forever) for part in self.parts.values())
         read = functools.partial(self.reading.rest, number=number)
-        batches = Forever(loader, read)
-        self._add(f"{FOREVER}{number}", batches)
-        return batches
+        return self._add(f"{FOREVER}{number}", Forever(loader, read))
 
-    def _add(self, name: str, part: Any) -> None:
+    def _add(self, name: str, part: Any) -> Any:
         if name in self.parts:
             raise UserError(
                 f"{self.name}.{name} is called twice: pass everything in one call"
@@ -305,6 +301,7 @@ class Checkpoints:
         self.parts[name] = part
         if name in self.later:
             part.load_state_dict(self.later.pop(name))
+        return part
 
     # The loops.
 
@@ -485,8 +482,14 @@ class Checkpoints:
                 yield
                 if is_alone:
                     self._write_step()
-                    go_on()
                     after = Phase.DONE
+                    # all ranks go on, also if a signal has come to one of them
+                    try:
+                        agree()
+                    except Stopped:
+                        distributed.print0(
+                            "all steps are done; running the rest of the script"
+                        )
         finally:
             if self.phase in IN_LOOP:  # not long after, when an iterator is thrown away
                 self.phase = after
@@ -633,8 +636,7 @@ class Checkpoints:
 
     def _load(self, state: State) -> None:
         path = state["path"]
-        plural = "s" * (state["epoch"] != 1)
-        line = progress_line(state, state["done"], f"epoch{plural}")
+        line = progress_line(state, state["done"], "epoch(s)")
         distributed.print0(line + self._place_line(state["done"]))
         if state.get("is_inside"):
             distributed.print0(
@@ -714,8 +716,12 @@ class Checkpoints:
         if global_batch:
             if global_batch != self.global_batch:
                 reason = "the batch size or the number of ranks has changed"
-                sizes = "batch_size x ranks x accumulate", "the learning rate"
-                say_batches(self.global_batch, global_batch, *sizes)
+                say_batches(
+                    self.global_batch,
+                    global_batch,
+                    "batch_size x ranks x accumulate",
+                    "the learning rate",
+                )
             self.global_batch = global_batch
         elif not isinstance(batches, Sequence) and self.ranks_then != ranks:
             reason = f"the number of ranks was {self.ranks_then}"
@@ -795,11 +801,3 @@ def read_own(path: Path | str) -> State:
     state = checkpoint.read_file(path)
     checkpoint.check_entries(path, state, KEYS, "ddpkit.Checkpoints")
     return {**state, "path": str(path)}
-
-
-def go_on() -> None:
-    """After the last step all ranks go on, also if a signal has come to one of them."""
-    try:
-        agree()
-    except Stopped:
-        distributed.print0("all steps are done; running the rest of the script")

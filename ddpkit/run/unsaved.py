@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -48,6 +50,11 @@ class Unsaved:
             if is_waiting or self.at_start.get(network, checksum) != checksum:
                 self._say(f"another model of class {type(network).__name__}")
         self.at_start.clear()
+        for ddp_model in alive(DistributedDataParallel):
+            for _, state in ddp_model._comm_hooks:  # as PowerSGD's
+                is_own = not isinstance(state, ProcessGroup | None)
+                if is_own and state not in self.parts.values():
+                    self._say(type(state).__name__)
         strays: set[Tensor] = set()
         for part in self.parts.values():
             if isinstance(part, Optimizer):
@@ -67,7 +74,7 @@ class Unsaved:
         saved: list[Any] = []
         for part in self.parts.values():
             saved += with_inner(part)
-        training: list[Any] = [each for each in saved if isinstance(each, Optimizer)]
+        training: list = [each for each in saved if isinstance(each, Optimizer)]
         training += map(replicas.bare, self.stepped)
         for scheduler in alive(LRScheduler):
             # one that could not be made has none

@@ -21,7 +21,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from generated import refusal, wait_for
+from generated import ROOT, refusal, wait_for
 
 import ddpkit
 from ddpkit.data import samples
@@ -97,6 +97,27 @@ for epoch in checkpoints.epochs(3):
 }
 
 
+# The state of a communication hook, with the class of the page, or torch's own.
+HOOKED = """
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+{}
+wide = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 1))
+net, model = wide, DDP(wide)
+hook = {}(None, 2, start_powerSGD_iter=3, min_compression_rate=0.5)
+model.register_comm_hook(hook, powerSGD_hook.powerSGD_hook)
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+checkpoints = ddpkit.Checkpoints("run", model=model, optimizer=optimizer, {})
+for epoch in checkpoints.epochs(2):
+    for batch in checkpoints.steps(loader, model):
+        step(batch)
+"""
+PAGE = (ROOT / "docs" / "own-script.md").read_text()
+OF_PAGE = re.search(r"```python\n(class PowerSGD.*?)```", PAGE, re.DOTALL)
+assert OF_PAGE
+WAYS["saved hook"] = HOOKED.format(OF_PAGE[1], "PowerSGD", "hook=hook")
+WAYS["torch's hook"] = HOOKED.format("", "powerSGD_hook.PowerSGDState", "")
+
+
 def start(way: str, folder: Path, patch: ranks.Patch = int, at: int = -1) -> list[int]:
     folder.mkdir(exist_ok=True)
     script = folder / "script.py"
@@ -138,6 +159,23 @@ def test_random_numbers(tmp_path: Path) -> None:
         out,
     )
     assert ends(whole) == ends(stopped)
+
+
+def test_a_communication_hook(tmp_path: Path) -> None:
+    """PowerSGD's errors and factors differ by rank; a hook that is no part is named."""
+    line = "PowerSGDState is not passed to Checkpoints(...) by name"
+    whole = tmp_path / "whole"
+    assert ranks.wait(start("saved hook", whole)) == [0, 0]
+    out, err = ranks.said(whole / "printed")
+    assert line not in out
+    stopped = tmp_path / "stopped"
+    stops = ranks.at_turn(12, signal.SIGTERM, 1)
+    assert ranks.wait(start("saved hook", stopped, stops)) == [75, 75]
+    assert ranks.wait(start("saved hook", stopped)) == [0, 0]
+    assert ends(whole) == ends(stopped)
+    assert ranks.wait(start("torch's hook", tmp_path / "other")) == [0, 0]
+    out, _ = ranks.said(tmp_path / "other" / "printed")
+    assert out.count(line) == 1
 
 
 def test_a_signal_in_a_long_evaluation(tmp_path: Path) -> None:

@@ -108,11 +108,11 @@ MISUSES = {  # what stands in STEP, what instead, who refuses it
         CALLED,
     ),
     "beside DDP": ("ddp_model(images)", "net(images)", CALLED),
-    "never cleared": ("optimizer.zero_grad()", "", "replicas.check_cleared"),
+    "never cleared": ("optimizer.zero_grad()", "", "first_steps.check_cleared"),
     "cleared before": (
         "optimizer.step()",
         "optimizer.zero_grad(); optimizer.step()",
-        "replicas.check_step",
+        "first_steps.check_step",
     ),
 }
 

@@ -19,7 +19,7 @@ DEMO = {
 # fmt: off
 def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object] | None = None) -> argparse.Namespace:
     """Return the flags; `defaults`, such as the "args" of a checkpoint, stand for those not given."""
-    parser = argparse.ArgumentParser(usage="%(prog)s [FLAGS] [@FILE]", description="Train a model for segmentation; see README.md.", epilog="@FILE reads flags from a file.")
+    parser = argparse.ArgumentParser(prog="main.py", usage="%(prog)s [FLAGS] [@FILE]", description="Train a model for segmentation; see README.md.", epilog="@FILE reads flags from a file.")
     # Types, beside int, float, str and Path: what is out of bounds is refused.
     types = ddpkit.Parser
     count = types.at_least(0)
