@@ -166,7 +166,7 @@ def test_a_communication_hook(tmp_path: Path) -> None:
     line = "PowerSGDState is not passed to Checkpoints(...) by name"
     whole = tmp_path / "whole"
     assert ranks.wait(start("saved hook", whole)) == [0, 0]
-    out, err = ranks.said(whole / "printed")
+    out, _ = ranks.said(whole / "printed")
     assert line not in out
     stopped = tmp_path / "stopped"
     stops = ranks.at_turn(12, signal.SIGTERM, 1)
