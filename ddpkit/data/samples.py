@@ -99,8 +99,6 @@ def be_deterministic() -> None:
     """Have GPUs compute the same bits each time; a warning names an operation that cannot."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling what torch.empty returns takes time, and nothing here reads it.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     metric: Any = getattr(sys.modules.get("torchmetrics"), "Metric", None)
     # it has no public place for this
     wrap = getattr(metric, "_wrap_update", None)

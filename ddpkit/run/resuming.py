@@ -159,17 +159,12 @@ class Steps:
     def __init__(self, length: int, begin: Callable[[], Iterator]) -> None:
         self.length = length
         self.begin = begin
-        self.begun: Iterator | None = None  # what next() reads
 
     def __len__(self) -> int:
         return self.length  # of a stream None, for which Python raises a TypeError
 
     def __iter__(self) -> Iterator:
         return self.begin()
-
-    def __next__(self) -> Any:
-        self.begun = self.begun or self.begin()
-        return next(self.begun)
 
 
 class Checkpoints:
@@ -346,7 +341,8 @@ class Checkpoints:
         """Return a loop over the batches that are left of this epoch; each turn is a step.
 
         batches: those of `train_loader` go on at once. Of another loader those before are read
-            again, and left out; a range, or a list, is cut. All ranks have to take the same number.
+            again, and left out; a range, or a list, is cut. If ranks have unequal numbers, all take
+            the least; of a stream without a length all have to take the same number.
         networks: in DistributedDataParallel, for the same bits on more than two ranks.
 
         There is one loop in an epoch. Each step begins with random numbers of its own. Saves if
@@ -355,7 +351,8 @@ class Checkpoints:
         up over several. With `VirtualRanks`, and a train_loader of them, a turn has the batches of
         all virtual ranks of this process: for x, y in batches.
         """
-        length = samples.size(batches)
+        lengths = distributed.gather_objects(samples.size(batches))
+        length = None if None in lengths else min(lengths)
         virtual_ranks = 0
         if isinstance(batches, loading.Loader) and batches.is_train:
             virtual_ranks = batches.sampler.virtual_ranks
@@ -363,7 +360,7 @@ class Checkpoints:
                 length = batches.sampler.steps
 
         def begin() -> Iterator:
-            rest = functools.partial(self._rest, batches)
+            rest = functools.partial(self._rest, batches, length)
             return self._turns(rest, networks, length, virtual_ranks)
 
         return Steps(length, begin)
@@ -707,8 +704,8 @@ class Checkpoints:
         distributed.print0(f"{reason}: the interrupted epoch starts over")
         self.done = 0
 
-    def _rest(self, batches: Iterable) -> Iterator:
-        """Return an iterator over what is left of the epoch's `batches`."""
+    def _rest(self, batches: Iterable, length: int | None) -> Iterator:
+        """Return an iterator over what is left of the epoch's `batches`, `length` in all."""
         sampler = getattr(batches, "sampler", None)
         global_batch = getattr(sampler, "global_batch", 0)
         ranks = distributed.world_size()
@@ -733,7 +730,8 @@ class Checkpoints:
         )
         if self.virtual and isinstance(batches, loading.Loader):
             return self._grouped(batches)
-        return self.reading.rest(batches, self.epoch, self.done, is_resumed=is_resumed)
+        rest = self.reading.rest(batches, self.epoch, self.done, is_resumed=is_resumed)
+        return itertools.islice(rest, length and max(length - self.done, 0))
 
     def _grouped(self, loader: loading.Loader) -> Iterator[Group]:
         """Yield the batches of each step that is left, of all virtual ranks of this process."""

@@ -97,6 +97,15 @@ for epoch in checkpoints.epochs(3):
 }
 
 
+WAYS["unequal shares"] = """
+share = torch.utils.data.Subset(data, range(rank, 72 - 8 * rank, 2))
+checkpoints = ddpkit.Checkpoints("run", model=model, optimizer=optimizer)
+for epoch in checkpoints.epochs(3):
+    batches = checkpoints.steps(DataLoader(share, 4, shuffle=True), model)
+    for batch in batches:
+        step(batch)
+    assert checkpoints.done == len(batches) == 8
+"""
 # The state of a communication hook, with the class of the page, or torch's own.
 HOOKED = """
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -176,6 +185,17 @@ def test_a_communication_hook(tmp_path: Path) -> None:
     assert ranks.wait(start("torch's hook", tmp_path / "other")) == [0, 0]
     out, _ = ranks.said(tmp_path / "other" / "printed")
     assert out.count(line) == 1
+
+
+def test_unequal_shares(tmp_path: Path) -> None:
+    """Of 9 and 8 batches all ranks take 8, and none waits for the others; also resumed."""
+    whole = tmp_path / "whole"
+    assert ranks.wait(start("unequal shares", whole)) == [0, 0]
+    stopped = tmp_path / "stopped"
+    stops = ranks.at_turn(11, signal.SIGTERM, 1)
+    assert ranks.wait(start("unequal shares", stopped, stops)) == [75, 75]
+    assert ranks.wait(start("unequal shares", stopped)) == [0, 0]
+    assert ends(whole) == ends(stopped)
 
 
 def test_a_signal_in_a_long_evaluation(tmp_path: Path) -> None:

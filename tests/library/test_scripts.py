@@ -347,7 +347,7 @@ def test_ranks_that_draw_for_themselves(tmp_path: Path) -> None:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         distributed.barrier()
         made = ddpkit.Checkpoints(folder)
-        batch = next(made.steps(loader))
+        batch = next(iter(made.steps(loader)))
         return distributed.gather_objects(batch.tolist())
 
     own = torch.Generator().manual_seed(distributed.rank())
