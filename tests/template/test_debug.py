@@ -233,6 +233,28 @@ def test_stopping_a_running_training(own: Project, few: Path) -> None:
         debugger.all_end()
 
 
+def test_continuing_a_run(own: Project, few: Path, tmp_path: Path) -> None:
+    """A run that has failed goes on where it was saved, and is held where it fails again."""
+    main = own.folder / "main.py"
+    end = "        run.end_step(losses, count, grad_norm)\n"
+    fails = f"{end}        if run.step == 2:\n            raise ValueError('torn')\n"
+    assert end in main.read_text()
+    main.write_text(main.read_text().replace(end, fails))
+    out = tmp_path / "a run"
+    failed = own.train(few, out, "--save-every", 1)
+    assert failed.status == 1 and "torn" in failed.err
+    flags = own.flags(few, out, "--save-every", 1)
+    at = flags.index("--output-dir")
+    del flags[at : at + 2]
+    answers = {"name": "Continue a run", "output": shlex.quote(str(out))}
+    with debugging(own, *flags, **answers) as debugger:
+        for rank in debugger.stopped():
+            assert rank.frame["line"] == line_of(main, "raise ValueError")
+            assert rank.evaluate("run.step, step") == "(2, 1)"
+        debugger.stop()
+        debugger.all_end()
+
+
 def test_one_process(own: Project, few: Path) -> None:
     """The rank stops, then its loader worker; Disconnect of the worker ends the rank, too."""
     flags = own.flags(few, "runs/debug", "--workers", 1)
