@@ -20,7 +20,7 @@ MOST_VOID = 0.7  # of a mask's pixels; more prints a line
 
 
 class FirstSteps:
-    """Watches the first two optimizer steps; reads the device in these.
+    """Watches the first three optimizer steps; reads the device in these.
 
     parts: of the run, by name. passes: of a step, on each of the ranks. stepped: the optimizers
         that have taken a step; others may come.
@@ -65,9 +65,10 @@ class FirstSteps:
         losses: of this rank's batches. count: of labels of all ranks.
         """
         self.ended += 1
+        self.is_cleared = False
         if self.ended == 1:
             self._check_first(sum(map(float, losses)), count)
-        if self.ended == 2:
+        if self.ended == 3:  # by then gradients that are added up over steps have shown
             for hook in self.hooks:
                 hook.remove()
 
@@ -97,8 +98,9 @@ class FirstSteps:
 
         loss.register_hook(note_slope)
 
-    def _check_step(self, optimizer: Optimizer, *_: object) -> None:
-        if optimizer not in with_inner(self.optimizer):
+    def _check_step(self, optimizer: Optimizer, args: tuple, named: dict) -> None:
+        # a closure, as of LBFGS, works them out
+        if args[1:] or named or optimizer not in with_inner(self.optimizer):
             return
         if all(weight.grad is None for weight in replicas.weights_of(optimizer)):
             raise UserError(

@@ -1,9 +1,11 @@
 """class Run: Checkpoints of a training by steps and epochs, with checks of its numbers."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -47,12 +49,14 @@ class LossState:
 
     def __init__(self, loss: nn.Module) -> None:
         self.loss = loss
-        self.first = {name: each.clone() for name, each in loss.state_dict().items()}
+        self.first = copy.deepcopy(loss.state_dict())
 
     def state_dict(self) -> State:
         found = {}
         for name, each in self.loss.state_dict().items():
-            if not torch.equal(each, self.first[name]):
+            is_tensor = isinstance(each, Tensor)
+            same = torch.equal if is_tensor else operator.eq
+            if not same(each, self.first[name]):
                 found[name] = each
         return found
 
@@ -317,8 +321,9 @@ class Run(Checkpoints):
         states.load_states(state, self.parts, state, remedy, step)
 
     def _place(self) -> State:
-        """Return what decides which images follow, besides the epoch and `seen`."""
-        return {**self.source.order, "global_batch": self.source.global_batch}
+        """Return what decides which images follow, besides the epoch and `seen`: rank 0's."""
+        here = {**self.source.order, "global_batch": self.source.global_batch}
+        return distributed.from_rank_zero(lambda: here)
 
     def _take_loader(self, loader: object) -> None:
         """Read this one from here on; a run that resumes with others starts its epoch over."""

@@ -352,7 +352,7 @@ class Checkpoints:
         all virtual ranks of this process: for x, y in batches.
         """
         lengths = distributed.gather_objects(samples.size(batches))
-        length = None if None in lengths else min(lengths)
+        length: Any = None if None in lengths else min(lengths)
         virtual_ranks = 0
         if isinstance(batches, loading.Loader) and batches.is_train:
             virtual_ranks = batches.sampler.virtual_ranks

@@ -37,6 +37,8 @@ def configure(
         samples.be_deterministic()
     # of workers, which the start line tells
     warnings.filterwarnings("ignore", "This DataLoader will create")
+    # of weights 1 x 1, whose strides mean nothing
+    warnings.filterwarnings("ignore", "Grad strides do not match")
     # of torch 2.9, on the precision that is set here
     warnings.filterwarnings("ignore", "Please use the new API settings")
     # TF32 for what stays float32, where a GPU has it

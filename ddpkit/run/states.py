@@ -292,6 +292,8 @@ def follow(scheduler: LambdaLR, step: int, saved: State, made: object = None) ->
     groups = scheduler.optimizer.param_groups
     rates = [copy.deepcopy(group["lr"]) for group in groups]
     before = {"last_epoch": step - 1, "_step_count": step}
+    # What is an object, not a function, resumes as it was.
+    before["lr_lambdas"] = saved.get("lr_lambdas", [])
     is_same = made == scheduler.base_lrs
     if is_same:
         before["base_lrs"] = saved["base_lrs"]

@@ -7,10 +7,7 @@ resumes knows which of its variables have other values than those of the run tha
 import argparse
 import collections
 import contextlib
-import dis
-import functools
 import inspect
-import itertools
 import pickle
 import queue
 import re
@@ -24,8 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from ddpkit.data.other_loaders import samplers_of
 from ddpkit.ranks import distributed, module_state, process, replicas
+from ddpkit.ranks.module_state import AnyGenerator
 from ddpkit.run import agreement, states
 
 FEW = 100  # items of a list, at each end, and of a dict, that are looked at
@@ -40,8 +40,6 @@ OF_PARTS = "part: "  # as names of these begin
 # As names end of which an epoch's start may have any value: metrics, with what the epoch before
 # has left in them, and floats, such as times.
 AT_START = "?"
-# Instructions after which the next one does not follow
-ENDING = "RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"
 Checksums = dict[str, int]  # by the name of a variable
 
 
@@ -54,8 +52,9 @@ class LoopVariables:
     def __init__(self, name: str) -> None:
         self.name = name
         self.first: Checksums = {}  # when the run began its first epoch
-        self.at_start: Checksums = {}  # when this epoch began, or goes on
-        self.kept: set[str] = set()  # that an epoch reads before it sets them
+        self.at_start: Checksums = {}  # when this epoch's steps began, or go on
+        self.at_end: Checksums = {}  # when the epoch before was saved
+        self.set_anew: set[str] = set()  # between the two
         # of a checkpoint, by name: the first, at the start of its epoch, when it was saved
         self.saved: dict[str, tuple[int, int, int]] = {}
         self.said: set[str] = set()
@@ -78,24 +77,28 @@ class LoopVariables:
                 f"warning: the variable epoch is not {epoch}, the epoch of this run: a resumed run "
                 f"does not start at 0; loop over {self.name}.epochs(...)"
             )
-        if self.saved:
-            self._say_anew(is_within)
-        elif self.first:
+        if self.first:
             self._say_changed(epoch)
-        self.first = {**self.at_start, **self.first}
+            return
+        self.first = self.at_start
+        self._say_anew(is_within)
 
     def _say_anew(self, is_within: bool) -> None:
         anew = []
         for name, (first, start, saved) in self.saved.items():
-            self.first[name] = first
             now = self.at_start.get(name, saved)
+            self.first = {**self.first, name: first}
             # What follows the epoch has another value than in the first. Within an epoch what its
             # start has worked out, as of the weights, is another one now.
             is_other = is_within and (start != saved or not name.endswith(AT_START))
             if now != saved and (is_other or now == first != start):
                 anew.append(name)
         self.saved = {}
-        self._say(anew, "not restored: the results differ from an uninterrupted run's")
+        self._say(
+            anew,
+            "not restored: results differ from an uninterrupted run's, unless each epoch sets them "
+            "before it reads them",
+        )
 
     def _say_changed(self, epoch: int) -> None:
         # What counts the epochs is known, before its next value or after.
@@ -104,8 +107,11 @@ class LoopVariables:
         for name, first in self.first.items():
             now = self.at_start.get(name, first)
             may_be_saved = name.startswith(OF_PARTS)  # a resume tells
-            is_other = now != first and now not in counts
-            if is_other and name in self.kept and not may_be_saved:
+            if now in (first, *counts) or may_be_saved:
+                continue
+            if self.at_end.get(name) != now:
+                self.set_anew.add(name)
+            if name not in self.set_anew:
                 changed.append(name)
         self._say(
             changed, "changed with the epoch: lost on resume unless each epoch sets it"
@@ -128,17 +134,17 @@ class LoopVariables:
     def changes(
         self, run: object, parts: states.Parts, is_between: bool
     ) -> dict[str, tuple[int, int, int]]:
-        """Return, for a checkpoint, those that have changed and are read again, on rank 0.
+        """Return, for a checkpoint, those that have changed, on rank 0.
 
         is_between: it is that of the end of an epoch.
         """
         if not self.at_start:  # as on all ranks but the first
             return self.saved
-        needed = checksums(run, parts, "next epoch" if is_between else "epoch")
+        now = checksums(run, parts, not is_between)
         if is_between:
-            self.kept = {*needed}
+            self.at_end = now
         changed = {}
-        for name, saved in needed.items():
+        for name, saved in now.items():
             start = self.at_start.get(name, saved)
             found = self.first.get(name, start), start, saved
             if len(set(found)) > 1:
@@ -146,12 +152,12 @@ class LoopVariables:
         return changed
 
 
-def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
+def checksums(run: object, parts: states.Parts, is_within: bool = True) -> Checksums:
     """Return those of the variables of the script's functions, from the outermost that has `run`.
 
     Also of the project's modules, and of the attributes of its own objects and of networks, but for
-    what is in `parts`. Names begin with the inner function's, or the module's. reader: only those
-    that the rest of the "epoch", or the "next epoch", reads before it sets them again.
+    what is in `parts`. Names begin with the inner function's, or the module's. is_within: also
+    metrics, which each epoch begins anew, and the weights of what is no part.
     """
     known = {id(run)}
     saved = states.names_of(parts)
@@ -162,25 +168,22 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
         if isinstance(part, types.SimpleNamespace):  # numbers
             known.update(id(each) for each in vars(part).values() if is_mutable(each))
     found = {}
-    is_within = reader != "next epoch"
-    for function, variables, needed in scopes(run, reader):
+    hooks: list = []
+    for function, variables in scopes(run):
         for name, value in variables.items():
             with contextlib.suppress(Exception):  # of objects of libraries
+                for hook, _ in getattr(value, "_comm_hooks", ()):
+                    found[f"{function}{name}.hook"] = short_hash(hook)
                 value = replicas.bare(value)
-                is_network = isinstance(value, nn.Module)
-                has_attributes = is_network or is_own(kind_of(value))
                 if name[:2] == "__" or id(value) in known:
-                    continue
-                if name not in needed and not has_attributes:
                     continue
                 if is_mutable(value):  # an inner function may be given it, too
                     known.add(id(value))
-                if is_network and name in needed and is_within:
-                    # those of no part, as of a copy that each epoch makes
+                if isinstance(value, nn.Module) and is_within:
+                    # as of a copy that each epoch makes
                     found[f"{function}{name}.weights"] = short_hash(
                         [each for each in value.parameters() if each not in saved]
                     )
-                # metrics begin anew with each epoch
                 for attribute, each in parts_of(value, is_within):
                     if attribute and is_mutable(each) and id(each) in known:
                         continue
@@ -195,33 +198,31 @@ def checksums(run: object, parts: states.Parts, reader: str = "") -> Checksums:
         if isinstance(part, nn.Module):
             trained = sum(weight.requires_grad for weight in part.parameters())
             found[f"{OF_PARTS}{name}.requires_grad"] = short_hash(trained)
+            for weight in part.parameters():
+                hooks += (weight._backward_hooks or {}).values()
+                hooks += (weight._post_accumulate_grad_hooks or {}).values()
         if isinstance(part, Optimizer):
+            for kind in "pre", "post":  # which one made by hand may lack
+                own = getattr(part, f"_optimizer_step_{kind}_hooks", {})
+                hooks += own.values()
             for key, each in vars(part).items():
                 if key not in OF_OPTIMIZERS and key[0] != "_":
                     found[f"{OF_PARTS}{name}.{key}"] = short_hash(each)
+    found[f"{OF_PARTS}hooks of weights and optimizers"] = short_hash(hooks)
     return found
 
 
-def scopes(run: object, reader: str) -> Iterator[tuple[str, dict, set[str]]]:
-    """Yield the variables of functions, and of modules, and which of them may be read.
-
-    With what their names begin with.
-    """
+def scopes(run: object) -> Iterator[tuple[str, dict]]:
+    """Yield the variables of functions, and of modules, with what their names begin with."""
     others = {id(vars(module)): module for module in agreement.modules().values()}
     for function, frame in functions(run):
         variables = variables_of(frame)
         if not function:  # and those that it may declare global
             variables = {**frame.f_globals, **variables}
-        needed = {*variables}
-        if reader:
-            code = frame.f_code
-            needed = read_later(code, frame.f_lasti, reader) | names_in(code)
-            needed |= frame.f_globals.keys() - {*code.co_names}
         others.pop(id(frame.f_globals), None)
-        yield function, variables, needed
+        yield function, variables
     for module in others.values():
-        variables = dict(vars(module))
-        yield f"{module.__name__}.", variables, {*variables}
+        yield f"{module.__name__}.", dict(vars(module))
 
 
 def functions(run: object) -> Iterator[tuple[str, types.FrameType]]:
@@ -254,69 +255,6 @@ def variables_of(frame: types.FrameType) -> dict[str, object]:
     return variables
 
 
-@functools.lru_cache(16)
-def read_later(code: types.CodeType, place: int, reader: str) -> set[str]:
-    """Return the variables that a function may read, from a place on, before it sets them.
-
-    reader: the "next epoch" begins anew the loop in which the place is. By the usual analysis of
-    what is live, from the end to the start until nothing changes:
-    https://en.wikipedia.org/wiki/Live-variable_analysis
-    """
-    instructions = list(dis.get_instructions(code))
-    following = {}
-    for each, after in itertools.zip_longest(instructions, instructions[1:]):
-        follow = [] if each.opname.startswith(ENDING) or not after else [after.offset]
-        if is_jump(each):
-            follow.append(each.argval)
-        following[each.offset] = follow
-    needed: dict[int, set[str]] = {each.offset: set() for each in instructions}
-    is_changing = True
-    while is_changing:
-        is_changing = False
-        for each in reversed(instructions):
-            names = set().union(*(needed[offset] for offset in following[each.offset]))
-            for use, name in reversed(uses(each)):
-                names = names | {name} if use == "LOAD" else names - {name}
-            is_changing |= names != needed[each.offset]
-            needed[each.offset] = names
-    # In a call it may be within the instruction.
-    here = max(offset for offset in following if offset <= place)
-    if reader == "epoch":
-        return set().union(*(needed[offset] for offset in following[here]))
-    for each in instructions:
-        if is_jump(each) and each.argval <= here <= each.offset:
-            here = each.argval  # the first jump back over the place is that of its loop
-            break
-    is_for = code.co_code[here] == dis.opmap["FOR_ITER"]
-    return needed[following[here][0] if is_for else here]
-
-
-def is_jump(instruction: dis.Instruction) -> bool:
-    return instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
-
-
-def uses(instruction: dis.Instruction) -> list[tuple[str, str]]:
-    """Return which variables an instruction loads, stores or deletes, in its order."""
-    is_of_scope = instruction.opname.endswith(("_NAME", "_GLOBAL"))
-    if not is_of_scope and instruction.opcode not in (*dis.haslocal, *dis.hasfree):
-        return []
-    names = instruction.argval
-    if not isinstance(names, tuple):  # one of two instructions in one
-        names = (names,)
-    return list(
-        zip(re.findall("LOAD|STORE|DELETE", instruction.opname), names, strict=False)
-    )
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """Return the names that functions in a piece of code use."""
-    found: set[str] = set()
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            found |= {*each.co_names, *each.co_freevars, *names_in(each)}
-    return found
-
-
 def parts_of(value: object, has_metrics: bool) -> Iterator[tuple[str, object]]:
     """Yield what is looked at by itself: attributes of networks, and of the script's objects."""
     if isinstance(value, nn.Module):
@@ -334,6 +272,10 @@ def parts_of(value: object, has_metrics: bool) -> Iterator[tuple[str, object]]:
             for name, each in own.items():
                 yield f"{inner}.{name}", each
         return
+    if isinstance(value, DataLoader):
+        for each in (*samplers_of(value), value.dataset):
+            if is_own(kind_of(each)):
+                yield f".{type(each).__name__}", each
     has_attributes = is_own(kind_of(value))
     if has_attributes:
         for name, each in attributes(value).items():
@@ -373,6 +315,9 @@ def attributes(value: object) -> dict[str, object]:
     found = dict(getattr(value, "__dict__", {}))
     for name in getattr(value, "__slots__", ()):
         found[name] = getattr(value, name, None)
+    if hasattr(value, "set_epoch"):  # of a loader, which seeds its generators anew
+        found.pop("epoch", None)
+        found = {k: v for k, v in found.items() if not isinstance(v, AnyGenerator)}
     return found
 
 
@@ -386,11 +331,13 @@ def content(value: object, depth: int) -> object:
     """Return what changes if a value does, and is short; of other kinds of objects their class."""
     kind = kind_of(value)
     name = kind.__qualname__
+    if isinstance(value, types.MethodType):
+        return content(value.__self__, depth)
     if isinstance(value, queue.Queue):
         value = value.queue
     if isinstance(value, torch.Generator):
         value = value.get_state()
-    if isinstance(value, module_state.AnyGenerator):
+    if isinstance(value, AnyGenerator):
         return pickle.dumps(value)
     if isinstance(value, Tensor | np.ndarray):
         return name, value.shape, sample(torch.as_tensor(value).detach())

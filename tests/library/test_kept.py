@@ -1,6 +1,7 @@
 """What `Run` keeps beside its parts, and says of a loop: of a run that dies in mid-epoch."""
 
 import contextlib
+import copy
 import io
 import itertools
 import math
@@ -24,6 +25,8 @@ from tqdm import tqdm
 import ddpkit
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, process
+from ddpkit.run import states
+from ddpkit.run.loop import LossState
 
 EPOCHS = 2
 SIZES = 2, 3  # of batches, by epoch
@@ -242,6 +245,7 @@ def tiny(
     best: Any = "val_loss",
     parts: Callable[[torch.optim.Optimizer], dict] = lambda sgd: {"optimizer": sgd},
     lr: float = 0.01,
+    data: Any = None,
 ) -> tuple[ddpkit.Run, nn.Module]:
     draw_nothing()
     torch.manual_seed(0)
@@ -251,7 +255,7 @@ def tiny(
     how = {"classes": CLASSES, "workers": 0}
     run = ddpkit.Run(
         folder,
-        ddpkit.train_loader(Points(), 2, **how),
+        data or ddpkit.train_loader(Points(), 2, **how),
         ddpkit.val_loader(Points(), 2, **how),
         CLASSES,
         model=net,
@@ -560,3 +564,100 @@ def test_a_scheduler_before_the_optimizer(tmp_path: Path) -> None:
                 run.optimizer.zero_grad()
             run.end_step(loss.detach(), torch.tensor(2.0))
             break
+
+
+class Share(Points):
+    """This rank's points, of which the second rank has two less."""
+
+    def __init__(self) -> None:
+        self.num_replicas = distributed.world_size()
+        self.rank = distributed.rank()
+
+    def __len__(self) -> int:
+        return 10 - 2 * self.rank
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return super().__getitem__(2 * index + self.rank)
+
+
+def of_shares(folder: Path, dies_at: int = -1) -> tuple[dict, float]:
+    loader = DataLoader(Share(), 2, shuffle=True)
+    run, model = tiny(folder, 2, data=loader)
+    with run:
+        for _ in range(run.epoch, 2):
+            for _, batches in run.steps(loader, model):
+                for images, _ in batches:
+                    loss = take_step(run, model, images)
+                run.optimizer.zero_grad()
+                run.end_step(loss.detach(), torch.tensor(2.0))
+                if run.step == dies_at:
+                    run.save()
+                    raise Killed
+            means = run.means()
+            run.model.eval()
+            run.end_epoch({**means, "val_loss": 1.0})
+            run.model.train()
+    return run.model.state_dict(), means["train_loss"]
+
+
+@on_ranks(2)
+def test_shares_of_unequal_ranks(tmp_path: Path) -> None:
+    """All ranks go on in the same step, though their data differ from those of a checkpoint."""
+    whole = of_shares(tmp_path / "whole")
+    for dies_at in 2, 6:
+        with contextlib.suppress(Killed):
+            of_shares(tmp_path / "stopped", dies_at)
+    assert samples.checksum(of_shares(tmp_path / "stopped")) == samples.checksum(whole)
+
+
+class Halved:
+    """A schedule that is an object: the loop changes it."""
+
+    scale = 1.0
+
+    def __call__(self, step: int) -> float:
+        return self.scale / (step + 1)
+
+
+def test_a_schedule_that_is_an_object() -> None:
+    """It resumes as it was, as torch's own load_state_dict() has it."""
+    rates = []
+    saved: dict = {}
+    for is_resumed in False, True:
+        optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
+        scheduler = LambdaLR(optimizer, Halved())
+        made = [0.1]
+        if is_resumed:
+            states.follow(scheduler, 3, saved, made)
+        for step in range(3 * is_resumed, 6):
+            if step == 3 and not is_resumed:
+                saved = copy.deepcopy(scheduler.state_dict())
+            optimizer.step()
+            scheduler.step()
+            if step == 1:
+                scheduler.lr_lambdas[0].scale = 0.5
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.1 * (0.5 / 7)] * 2
+
+
+class Remembering(nn.Module):
+    """A loss with a state that is no tensor, by torch's own way."""
+
+    seen = 0
+
+    def get_extra_state(self) -> dict:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_loss_with_extra_state() -> None:
+    loss = Remembering()
+    state = LossState(loss)
+    assert state.state_dict() == {}
+    loss.seen = 3
+    saved = state.state_dict()
+    loss.seen = 0
+    state.load_state_dict(saved)
+    assert loss.seen == 3

@@ -42,8 +42,8 @@ rank = dist.get_rank()
 random.seed(0)
 numpy.random.seed(0)
 torch.manual_seed(0)
-inputs = torch.randn(72, 4)
-data = TensorDataset(inputs, inputs.sum(1))
+points = torch.randn(72, 4)
+data = TensorDataset(points, points.sum(1))
 loader = ddpkit.train_loader(data, 4, workers=0)
 plain = DataLoader(data, 4, shuffle=True)
 net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
@@ -533,18 +533,38 @@ def listing(values: list[int] = []) -> None:  # noqa: B006
     values.append(0)
 
 
+class Drawing(torch.utils.data.DistributedSampler):
+    """Its generator is seeded anew in each epoch; what it counts is nobody's."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__(range(8), 1, 0)
+        self.generator = generator
+        self.calls = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.calls += 1
+        return iter(torch.randperm(8, generator=self.generator).tolist())
+
+
 class Trainer:
     """No function has its Checkpoints as a variable."""
 
     def __init__(self, folder: Path) -> None:
         self.net = Normed()
-        self.checkpoints = ddpkit.Checkpoints(folder, net=self.net)
+        self.sgd = torch.optim.SGD(self.net.parameters(), 0.1)
+        self.checkpoints = ddpkit.Checkpoints(folder, net=self.net, optimizer=self.sgd)
         self.n = 0
 
     def fit(self, dies: int = 0) -> None:
         net = self.net
         net.register_forward_hook(counting())
+        self.sgd.register_step_pre_hook(counting())
         counted = counting()
+        seeded = Drawing(torch.Generator())
+        seeded.calls = 0
+        loader = torch.utils.data.DataLoader(
+            range(8), sampler=Drawing(seeded.generator)
+        )
         own = Own(n=0)
         place = Place()
         meter = Meter()
@@ -562,7 +582,13 @@ class Trainer:
             began = time.perf_counter()
             total = began
             for _ in self.checkpoints.steps(range(4)):
-                net(torch.ones(2))
+                net(torch.ones(2)).sum().backward()
+                self.sgd.step()
+                self.sgd.zero_grad()
+                assert list(loader)
+                seeded.set_epoch(
+                    len(list(torch.randperm(3, generator=seeded.generator)))
+                )
                 net.weight.data += 0.1 * anchor + 0.1 * teacher.weight.data
                 net.mean += 1
                 self.n += 1
@@ -601,10 +627,11 @@ def test_where_else_people_keep_numbers(
     named = (
         "anchor counted.count inner listing.defaults meter net.hooks net.mean own place"
     )
-    own = "large net.alpha total trainer.n trainer.net.alpha trainer.net.mean"
+    own = "large loader.Drawing net.alpha total trainer.n trainer.net.alpha trainer.net.mean"
     own += " trainer.net.hooks"
     named += " teacher.weights teacher.alpha teacher.hooks teacher.mean waiting"
-    assert set(said.split(", ")) == {*named.split(), *own.split()}
+    hooks = "hooks of weights and optimizers"
+    assert set(said.split(", ")) == {*named.split(), *own.split(), hooks}
 
 
 def test_variables_that_change_with_the_epoch(

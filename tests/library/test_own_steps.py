@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 import ddpkit
 from ddpkit.ranks import distributed
+from ddpkit.run import first_steps
 from ddpkit.vision import mistakes
 
 VOID = 255
@@ -109,6 +110,11 @@ MISUSES = {  # what stands in STEP, what instead, who refuses it
     ),
     "beside DDP": ("ddp_model(images)", "net(images)", CALLED),
     "never cleared": ("optimizer.zero_grad()", "", "first_steps.check_cleared"),
+    "added up by hand": (
+        "optimizer.step()\noptimizer.zero_grad()",
+        "if run.step % 2 == 0:\n    optimizer.step()\n    optimizer.zero_grad()",
+        "first_steps.check_cleared",
+    ),
     "cleared before": (
         "optimizer.step()",
         "optimizer.zero_grad(); optimizer.step()",
@@ -117,6 +123,7 @@ MISUSES = {  # what stands in STEP, what instead, who refuses it
 }
 
 
+OF_ONE_PASS = ("never cleared", "added up by hand")
 OF_TWO_PASSES = ("divided", "of one rank", "a mean added")
 PART = "the loss is 1/2 of the mean over labels"
 SAID = {  # what may be meant: a line says so
@@ -156,12 +163,9 @@ def test_misuses_of_a_step(tmp_path: Path) -> None:
     """Refused in a line, on all ranks, before anything is saved."""
     for name, (old, new, code) in MISUSES.items():
         with refusal(code):
-            # Seen in the second step: an epoch has 3 of one pass, 1 of two.
-            train(
-                tmp_path / name,
-                (old, new),
-                accumulate=1 if name == "never cleared" else 2,
-            )
+            # Seen in the second or third step: an epoch has 3 of one pass, 1 of two.
+            passes = 1 if name in OF_ONE_PASS else 2
+            train(tmp_path / name, (old, new), accumulate=passes)
         assert not (tmp_path / name / "last.pt").exists()
     for name, (old, new, text) in SAID.items():
         lines: list[str] = []
@@ -257,3 +261,24 @@ def test_the_mode_of_a_network(tmp_path: Path) -> None:
     assert [module.training for module in net] == [True, False, True, True]
     assert net.training
     assert not net[0].num_batches_tracked
+
+
+def test_a_step_with_a_closure(tmp_path: Path) -> None:
+    """As of LBFGS, which works out the gradients itself: no line says that there are none."""
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(net.parameters())
+    parts = {"model": net, "optimizer": optimizer}
+    watch = first_steps.FirstSteps(parts, optimizer, None, 1, 1, [optimizer])
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = net(torch.ones(3, 2)).square().mean()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) > 0
+    optimizer.zero_grad()
+    with refusal("first_steps.check_step"):
+        watch._check_step(optimizer, (), {})
+    for hook in watch.hooks:
+        hook.remove()

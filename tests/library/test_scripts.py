@@ -126,7 +126,7 @@ def test_a_script_of_ones_own(name: str, tmp_path: Path, start: Start) -> None:
     done = start(name, "stopped", ranks.at_turn(10, signal.SIGTERM, 0, 1))
     assert done.statuses == [75, 75]
     done = start(name, "stopped").ok()
-    assert re.search(r"run/last.pt: \d+ epochs? done", done.out)
+    assert re.search(r"run/last.pt: \d+ epoch\(s\) done", done.out)
     assert ends(tmp_path / "whole") == ends(tmp_path / "stopped")
     state = torch.load(tmp_path / "whole" / "run" / "last.pt", weights_only=True)
     assert not re.search("Fabric|Accelerated", str(state["kinds"]))  # those of torch
