@@ -76,7 +76,7 @@ class LazyImage(Image.Image):
     decode: n -> the pixels at 1 / n of height and width, rounded up. shrinks: the n that `decode`
     takes besides 1, in descending order. grid: those of the image that a mask belongs to: its parts
     begin and end where the image's do. is_turned: whether EXIF has turned it, which its height and
-    width do not show. was_clear: whether its file has pixels that are transparent.
+    width do not show.
 
         def val_transform(image: ddpkit.LazyImage) -> Tensor:
             return image.read((0, 0, image.height, image.width), (224, 224))
@@ -97,7 +97,6 @@ class LazyImage(Image.Image):
         self.shrinks = shrinks
         self.grid: Sequence[int] = ()
         self.is_turned = False
-        self.was_clear = False
         self.is_loaded = False  # into memory of PIL, where its methods may change it
 
     @classmethod
@@ -294,6 +293,8 @@ def open_image(
 ) -> LazyImage:
     """Return the image at `path`, in RGB or with the channels that `format` asks for.
 
+    In RGB of 8 bits what is transparent is white.
+
     Raises a UserError that names the file if it cannot be read.
     """
     with _reading(path):
@@ -317,12 +318,13 @@ def open_image(
                 image = LazyImage.of(np.array(ImageOps.exif_transpose(pixels)))
             else:
                 upright = _upright(file, data)
-                was_clear = is_clear(upright)
+                if is_clear(upright):  # not the colours that are hidden there
+                    white = Image.new("RGBA", upright.size, "white")
+                    upright = Image.alpha_composite(white, upright.convert("RGBA"))
                 # to convert RGB would copy it
                 if upright.mode != "RGB":
                     upright = upright.convert("RGB")
                 image = LazyImage.of(np.array(upright))
-                image.was_clear = was_clear
             # a quarter turn shows by the size
             image.is_turned = orientation in range(2, 9) and size == image.size
             return image

@@ -86,7 +86,8 @@ def load_pretrained(
     if not is_auto:
         raise UserError(fault)
     distributed.print0(
-        f"{fault}; training from scratch, for which --freeze-backbone is wrong; use --weights FILE"
+        f"{fault}; training from scratch, which --freeze-backbone would ruin; for weights without "
+        "a network: python recipes/imagenet.py"
     )
 
 

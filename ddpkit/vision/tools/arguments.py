@@ -22,9 +22,8 @@ The exit status is 1 if there are errors: unreadable files, images without masks
 or masks without images, different sizes, values that are not a class, images
 that need another value_range in data.json, and images or groups that are in
 several of train, val and test or have two labels. Warnings do not count:
-duplicates within a split, transparent pixels, and images that EXIF rotates but
-not their masks. Any other error that would stop training is one line, with
-status 2.
+duplicates within a split, and images that EXIF rotates but not their masks. Any
+other error that would stop training is one line, with status 2.
 """,
 )
 add = CHECK.add_argument

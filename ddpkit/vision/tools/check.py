@@ -47,12 +47,6 @@ from ddpkit.vision.tools.check_picture import draw_check
 
 # what is wrong with a mask, without its path and numbers of its own
 OF_MASK = re.compile(r".*?: (.*?)(, such as .*)? in \d+ pixels")
-# in a copy of DIR the PNG and WebP files with alpha, as docs/unusual-images.md has it, too
-ONTO_WHITE = """cp -r "$DIR" "$DIR-white" && python -c "import sys; from pathlib import Path; \
-from PIL import Image; [Image.alpha_composite(Image.new('RGBA', i.size, 'white'), \
-i.convert('RGBA')).convert('RGB').save(p, lossless=True, exif=i.getexif()) \
-for p in Path(sys.argv[1]).rglob('*') if p.suffix.lower() in ('.png', '.webp') \
-for i in [Image.open(p)] if i.has_transparency_data]" "$DIR-white\""""
 CHUNK = 8  # samples that a worker reads at once: what is passed on takes time, too
 
 
@@ -69,7 +63,6 @@ class Facts:
     counts: dict[int, int] = field(default_factory=dict)
     meant: Meant = field(default_factory=dict)  # of the values in a mask
     is_turned: bool = False  # an image beside a mask
-    was_clear: bool = False
     # what `alike.thumbnail` makes of it
     small: Any = None
     # with "channels", (3, channels): pixels, sums of values 0 to 1, of squares
@@ -94,7 +87,6 @@ def look(part: str, dataset: MapDataset, index: int) -> Facts:
             facts.error = getattr(error, "line", f"{facts.path}: {error!r}")
             return facts
     facts.size = image.size
-    facts.was_clear = image.was_clear
     facts.small = alike.thumbnail(image)
     data = np.ascontiguousarray(pixels).data
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
@@ -138,7 +130,6 @@ class Survey:
         self.mixed: list[str] = []  # masks that mean something else
         self.turned: list[str] = []
         self.several = False  # classes in an image
-        self.clear = 0  # images with transparent pixels
         # of masks with values 1 to N their N; 0 of others
         self.largest: set[int] = set()
         # part, path and labels by digest
@@ -199,11 +190,6 @@ class Survey:
                 f"{self.turned[0]}: EXIF turns this image and {len(self.turned) - 1} others; "
                 "their masks have to be upright"
             )
-        if self.clear:
-            self.warnings.append(
-                f"{self.clear} images have transparent pixels, whose hidden colours count: "
-                f"composite them on white first: DIR={shlex.quote(str(self.root))}; {ONTO_WHITE}"
-            )
         if self.has_masks:
             self.name_classes(labels)
 
@@ -219,7 +205,6 @@ class Survey:
         if part == "train":
             self.moments += facts.moments
         self.several |= len(facts.counts) != 1
-        self.clear += facts.was_clear
         if facts.is_turned:
             self.turned.append(path)
         values = facts.counts.keys() - {0, VOID}
