@@ -86,7 +86,9 @@ class LoopVariables:
     def _say_anew(self, is_within: bool) -> None:
         anew = []
         for name, (first, start, saved) in self.saved.items():
-            now = self.at_start.get(name, saved)
+            now = self.at_start.get(name)
+            if now is None:  # what is not there yet is set anew
+                continue
             self.first = {**self.first, name: first}
             # What follows the epoch has another value than in the first. Within an epoch what its
             # start has worked out, as of the weights, is another one now.
@@ -182,7 +184,7 @@ def checksums(run: object, parts: states.Parts, is_within: bool = True) -> Check
                 if isinstance(value, nn.Module) and is_within:
                     # as of a copy that each epoch makes
                     found[f"{function}{name}.weights"] = short_hash(
-                        [each for each in value.parameters() if each not in saved]
+                        [w.detach() for w in value.parameters() if w not in saved]
                     )
                 for attribute, each in parts_of(value, is_within):
                     if attribute and is_mutable(each) and id(each) in known:
@@ -339,6 +341,8 @@ def content(value: object, depth: int) -> object:
         value = value.get_state()
     if isinstance(value, AnyGenerator):
         return pickle.dumps(value)
+    if isinstance(value, nn.Parameter):  # as in lists for an optimizer
+        return name
     if isinstance(value, Tensor | np.ndarray):
         return name, value.shape, sample(torch.as_tensor(value).detach())
     if isinstance(value, float) and abs(value - time.time()) < A_DAY:
