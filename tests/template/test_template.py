@@ -77,11 +77,11 @@ RENDERED = {"EDITS.md", "README.md"}
 WRITTEN = {"LICENSE", "pyproject.toml"}  # by a hook, with the answers
 
 
-def files(folder: Path) -> set[str]:
+def files(folder: Path, without: str = "__pycache__") -> set[str]:
     return {
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and without not in path.parts
     }
 
 
@@ -107,6 +107,33 @@ def test_files(generate: Generate, template: Path, tmp_path: Path, task: str) ->
         assert "cookiecutter" not in (project / name).read_text(), name
     assert (project / "README.md").read_text().startswith("# My DDP Project\n")
     assert os.access(project / "launch.sh", os.X_OK)
+
+
+def test_caches_in_the_template_folder(
+    generate: Generate, template: Path, tmp_path: Path
+) -> None:
+    """Those that tools leave there reach no project; what a project has itself stays."""
+    copy = shutil.copytree(template, tmp_path / "copy", symlinks=True)
+    folder = copy / TEMPLATE_FOLDER
+    left = """
+        __pycache__/main.pyc .ruff_cache/0.9/1 .pytest_cache/v/cache/nodeids .idea/misc.xml
+        .mypy_cache/3.12/a.json .DS_Store recipes/.DS_Store tests/.ruff_cache/CACHEDIR.TAG
+        tasks/classification/__pycache__/a.pyc .ipynb_checkpoints/a.ipynb
+        ../ddpkit/run/__pycache__/a.pyc ../ddpkit/.mypy_cache/a ../ddpkit/.DS_Store
+    """
+    for name in left.split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    project = tmp_path / "my_ddp_project"
+    own = project / ".idea" / "own.xml"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    done = generate(tmp_path, "--overwrite-if-exists", source=copy)
+    assert done.returncode == 0, done.stderr
+    made = SHARED | OF_THE_TASK["classification"] | RENDERED | WRITTEN
+    assert files(project, "") == made | {".idea/own.xml"}
+    folders = {path.name for path in project.rglob("*") if path.is_dir()}
+    assert not [name for name in folders if "cache" in name]
 
 
 def test_no_jinja_in_code_and_nothing_of_this_machine(template: Path) -> None:
@@ -181,7 +208,7 @@ def test_six_questions(generate: Generate, tmp_path: Path) -> None:
 
 
 def test_licenses(generate: Generate, tmp_path: Path) -> None:
-    """MIT names who holds the copyright; without a licence nothing claims one."""
+    """Both name who holds the copyright; without a licence nothing claims one."""
     assert generate(tmp_path, "author=Ada & Co").returncode == 0
     project = tmp_path / "my_ddp_project"
     text = (ROOT / "LICENSE").read_text()
@@ -189,6 +216,13 @@ def test_licenses(generate: Generate, tmp_path: Path) -> None:
     assert (project / "LICENSE").read_text() == own
     assert metadata(project)["project"]["license"] == "MIT"
     check_packages(project)
+    shutil.rmtree(project)
+    assert generate(tmp_path, "license=Apache-2.0", "author=Ada & Co").returncode == 0
+    apache = (FOLDER / "licenses/Apache-2.0").read_text()
+    blank = "Copyright [yyyy] [name of copyright owner]"
+    assert apache.count(blank) == 1
+    own = apache.replace(blank, f"Copyright {YEAR} Ada & Co")
+    assert (project / "LICENSE").read_text() == own
     shutil.rmtree(project)
     assert generate(tmp_path, "license=none").returncode == 0
     assert not (project / "LICENSE").exists()
