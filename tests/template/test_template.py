@@ -470,10 +470,44 @@ def test_workflows() -> None:
                     if "uses" in step:
                         action, version = step["uses"].split("@")
                         actions.setdefault(action, set()).add(version)
+                        assert re.fullmatch("[0-9a-f]{40}", version), step
+                    if "actions/checkout@" in step.get("uses", ""):
+                        assert step["with"]["persist-credentials"] is False, name
     assert {"actions/checkout", "actions/setup-python"} < actions.keys()
     assert all(len(versions) == 1 for versions in actions.values()), actions
     levels = [revisions(path / ".pre-commit-config.yaml") for path in (ROOT, FOLDER)]
     assert levels[0] == levels[1]
+
+
+def test_what_ci_installs(generate: Generate, tmp_path: Path) -> None:
+    """A committed uv.lock if it has torch without CUDA; otherwise torch without it, too."""
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text('#!/bin/sh\necho "$@"\n')
+    uv.chmod(0o755)
+    options = {"env": {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}"}}
+    options |= {"check": True, "capture_output": True, "text": True}
+    for torch, lock, words in (
+        ("cpu", True, "sync --locked\n"),
+        ("cpu", False, "sync\n"),
+        ("default", True, "sync\n"),
+    ):
+        done = generate(tmp_path, f"torch={torch}", "--overwrite-if-exists")
+        assert done.returncode == 0, done.stderr
+        project = tmp_path / "my_ddp_project"
+        (project / "uv.lock").touch()
+        if not lock:
+            (project / "uv.lock").unlink()
+        (job,) = workflows(project)["ci.yml"]["jobs"].values()
+        (step,) = [each for each in job["steps"] if "uv sync" in each.get("run", "")]
+        command = ["bash", "-e", "-c", step["run"]]
+        done = subprocess.run(command, cwd=project, **options)
+        assert done.stdout == words
+        assert metadata(project)["tool"]["uv"]["sources"].keys() == {
+            *("torch", "torchvision")
+        }
+        pins = "also in `ci.yml`" if torch == "cpu" else "except in `ci.yml`"
+        assert pins in (project / "README.md").read_text()
 
 
 @pytest.mark.parametrize("task", TASKS)
