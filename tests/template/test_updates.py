@@ -143,9 +143,10 @@ def test_a_release(repository: Repository, tmp_path: Path) -> None:
     """
     origin, env = repository
     tag = f"v{__version__}"
-    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == __version__
+    heading = f"\n## {__version__}\n\n{cited['date-released']}\n"
+    assert heading in (ROOT / "CHANGELOG.md").read_text()
     (needs,) = re.findall(
         'needs="(.+?)"', (ROOT / TEMPLATE_FOLDER / "main.py").read_text()
     )
