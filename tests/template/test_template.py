@@ -134,6 +134,13 @@ def test_caches_in_the_template_folder(
     assert files(project, "") == made | {".idea/own.xml"}
     folders = {path.name for path in project.rglob("*") if path.is_dir()}
     assert not [name for name in folders if "cache" in name]
+    # Nor do they count as uncommitted changes of the template.
+    env = {**os.environ}
+    git("init", "--quiet", cwd=copy, env=env)
+    new = git("ls-files", "--others", "--exclude-standard", cwd=copy, env=env)
+    assert f"{TEMPLATE_FOLDER}/main.py" in new
+    ignored = {f"{TEMPLATE_FOLDER}/{name}" for name in left.split()}
+    assert not ignored & {*new.splitlines()}
 
 
 def test_no_jinja_in_code_and_nothing_of_this_machine(template: Path) -> None:
@@ -337,7 +344,8 @@ def test_vscode() -> None:
     assert 'LAUNCHER = "torch.distributed.launch"' in launcher.read_text()
     for config in launch["configurations"]:
         assert config["type"] == "debugpy"
-        task = "check flags" if config is first else None
+        starts = config.get("program") == first["program"]
+        task = "check flags" if starts else None
         assert config.get("preLaunchTask") == task
     for name, content in ("launch.json", launch), ("tasks.json", tasks):
         kinds = KEYS.keys() & content.keys()
