@@ -65,7 +65,7 @@ def check_checkout(repository: Path | None) -> None:
     sys.exit(
         f"error: --checkout {checkout}: cookiecutter ignores it for a folder or an archive, and "
         f"{CONTEXT['_template']} is not at {checkout}: use `git checkout {checkout}` there "
-        "first, or generate from an https:// or file:// address"
+        "first, or generate from its https:// address"
     )
 
 
