@@ -2,8 +2,8 @@
 #              (TASK=segmentation for the other kind, FLAGS="..." for flags of its main.py)
 # make test    set up, run all tests
 # make check   set up, lint and the quick tests
-# make pages   write anew the pages that quote the code; check and test do so first, and end if there were any
-# make soak    set up, random cases of what is long or happens by chance, for MINUTES=30
+# make pages   regenerate pages that quote code; check and test do this first and fail if any was stale
+# make soak    set up, randomised long-running tests, for MINUTES=30
 #              (SEED=... as one before; CASE=damage/12 that case alone; tests/soak/__main__.py)
 # make docs    build the documentation to site/, in an environment of its own
 #

@@ -5,12 +5,14 @@ into pyproject.toml, record the template's version for `cruft update`, and say w
 # cookiecutter may run under an older Python than the project
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,35 +22,87 @@ CONTEXT = json.loads(r""" {{ cookiecutter | tojson }} """)
 
 # Once ddpkit is in the package index: the releases that a project takes, such as ">=3,<4".
 RELEASES = ""
-BELOW_DDPKIT = "  # and its requirements; torch again, for [tool.uv.sources]"
+BELOW_DDPKIT = (
+    "  # ddpkit pulls in the rest; torch is listed so that [tool.uv.sources] applies"
+)
 # as in pyproject.toml, for pip
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
+# What tools leave in a template folder that somebody works in: cookiecutter copies every file.
+CACHES = {
+    *("__pycache__", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache"),
+    *(".ruff_cache", ".DS_Store", ".idea"),
+}
 
-def template_version(repository: Path) -> tuple[str, str] | None:
-    """Return the template's address and commit, or None if no commit describes it.
+
+def template_folder() -> Path | None:
+    """Return the template's folder, or None if it is not certain.
+
+    cookiecutter passes on a relative path as typed. It is relative to PWD, unless a program has
+    changed the folder (or on Windows), and to the output folder, unless --output-dir is given.
+    """
+    bases = (CONTEXT["_output_dir"], os.environ.get("PWD", ""))
+    places = {Path(base, CONTEXT["_repo_dir"]).resolve() for base in bases if base}
+    found = [place for place in places if (place / "cookiecutter.json").is_file()]
+    return found[0] if len(found) == 1 else None
+
+
+def git(repository: Path, *args: str) -> str:
+    command = ["git", f"--git-dir={repository}/.git", f"--work-tree={repository}"]
+    done = subprocess.run([*command, *args], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def check_checkout(repository: Path | None) -> None:
+    """Fail if the template is not what --checkout names, which cookiecutter ignores for folders."""
+    checkout = CONTEXT["_checkout"]
+    if not checkout:
+        return
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        head = repository and git(repository, "rev-parse", "HEAD")
+        if head and git(repository, "rev-parse", checkout + "^{commit}") == head:
+            return
+    sys.exit(
+        f"error: --checkout {checkout}: cookiecutter ignores it for a folder or an archive, and "
+        f"{CONTEXT['_template']} is not at {checkout}: use `git checkout {checkout}` there "
+        "first, or generate from its https:// address"
+    )
+
+
+def template_version(repository: Path | None) -> tuple[str, str, str]:
+    """Return the template's address and commit or, if no commit describes it, why.
 
     The address is one that git can clone: the folder of a local template, otherwise the URL that
     cookiecutter cloned (abbreviations such as `gh:org/name` expanded), without user or password.
     """
-
-    def git(*args: str) -> str:
-        command = ["git", f"--git-dir={repository}/.git", f"--work-tree={repository}"]
-        command += args
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
+    if repository is None:
+        return "", "", "its relative path could not be resolved: use its absolute path"
+    if not (repository / ".git").exists():
+        return "", "", "it is not a git repository: generate from its https:// address"
     try:
-        if git("status", "--porcelain"):
-            return None  # uncommitted changes
-        commit = git("rev-parse", "HEAD")
+        if git(repository, "status", "--porcelain"):
+            return "", "", "it has uncommitted changes: commit them, then try again"
+        commit = git(repository, "rev-parse", "HEAD")
         if CONTEXT["_repo_dir"] == CONTEXT["_template"]:
-            return str(repository), commit
-        url = git("config", "remote.origin.url")
-        return re.sub("(https?://)[^/]*@", r"\1", url), commit
-    # no git, or not a repository (an archive)
-    except (OSError, subprocess.CalledProcessError):
-        return None
+            return str(repository), commit, ""
+        url = git(repository, "config", "remote.origin.url")
+        return re.sub("(https?://)[^/]*@", r"\1", url), commit, ""
+    except OSError:
+        return "", "", "git was not found: install it, then try again"
+    except subprocess.CalledProcessError as error:
+        line = error.stderr.strip().partition("\n")[0]
+        return "", "", f"git cannot read it: {line}"
+
+
+def remove_caches(template: Path) -> None:
+    """Remove what tools left in the template folder; what is in the project alone stays."""
+    # files before the folders that they are in
+    for path in sorted(template.rglob("*"), reverse=True):
+        place = path.relative_to(template)
+        if CACHES.isdisjoint(place.parts):
+            continue
+        with contextlib.suppress(OSError):  # a folder with files of the project's own
+            place.rmdir() if path.is_dir() else place.unlink()
 
 
 def place_library(repository: Path | None, template: str, commit: str) -> list[str]:
@@ -68,11 +122,16 @@ def place_library(repository: Path | None, template: str, commit: str) -> list[s
         own = [line for line in required if re.match("torch(vision)?>", line)]
         # What `uv add` adds comes last, as they are not sorted.
         return [f"ddpkit[{CONTEXT['task']}]{address}", *sorted(own, reverse=True)]
-    if library.is_file() and repository:
+    if library.is_file():  # as above
+        if repository is None:
+            sys.exit(
+                f"error: ddpkit cannot be copied from {CONTEXT['_template']}: generate from an "
+                "https:// address, or with cookiecutter from the template's absolute path"
+            )
         library.unlink()
         shutil.copytree(repository / "ddpkit", library)
-    for cache in list(library.rglob("__pycache__")):
-        shutil.rmtree(cache)
+    for cache in [path for path in library.rglob("*") if path.name in CACHES]:
+        shutil.rmtree(cache) if cache.is_dir() else cache.unlink()
     return required
 
 
@@ -124,8 +183,9 @@ def place_license() -> None:
     licenses = Path("licenses")
     if CONTEXT["license"] != "none":
         (licenses / CONTEXT["license"]).replace("LICENSE")
-        holder = f"(c) {datetime.date.today().year} {CONTEXT['author']}"
-        replace("LICENSE", {"(c) AUTHOR": holder})
+        holder = f"{datetime.date.today().year} {CONTEXT['author']}"
+        apache = "[yyyy] [name of copyright owner]"
+        replace("LICENSE", {"(c) AUTHOR": f"(c) {holder}", apache: holder})
     shutil.rmtree(licenses)
 
 
@@ -158,6 +218,17 @@ def write_cruft_file(template: str, commit: str) -> None:
     Path(".cruft.json").write_text(text + "\n", encoding="utf-8")
 
 
+repository, address, commit, why_not = None, "", "", ""
+if "_repo_dir" in CONTEXT:
+    repository = template_folder()
+    check_checkout(repository)
+    address, commit, why_not = template_version(repository)
+    if repository:
+        remove_caches(next(repository.glob("*cookiecutter.project_slug*")))
+else:  # cruft, which writes .cruft.json itself, or copier
+    address = CONTEXT.get("_template", "")
+    commit = CONTEXT.get("_commit", "")
+
 tasks = Path("tasks")
 chosen = tasks / CONTEXT["task"]
 for path in filter(Path.is_file, chosen.rglob("*")):
@@ -167,17 +238,8 @@ for path in filter(Path.is_file, chosen.rglob("*")):
 shutil.rmtree(tasks, ignore_errors=True)
 Path("launch.sh").chmod(0o755)  # an archive may have lost it
 place_license()
-if "_repo_dir" in CONTEXT:
-    # cookiecutter passes on a relative path as typed: found unless --output-dir was
-    # given, too.
-    repository = Path(CONTEXT["_output_dir"], CONTEXT["_repo_dir"]).resolve()
-    address, commit = template_version(repository) or ("", "")
-    if commit:
-        write_cruft_file(address, commit)
-else:  # cruft, which writes the file itself, or copier
-    repository = None
-    address = CONTEXT.get("_template", "")
-    commit = CONTEXT.get("_commit", "")
+if "_repo_dir" in CONTEXT and commit:
+    write_cruft_file(address, commit)
 write_requirements(place_library(repository, address, commit))
 follow(address or CONTEXT["_template"])
 
@@ -198,9 +260,8 @@ or, without uv, in a virtual environment:
   python -m pip install -r requirements.txt
   {start}"""
     )
-    if "_repo_dir" in CONTEXT and not commit:
+    if why_not:
         print(
-            "\nNo .cruft.json was written, which `cruft update` needs: the template is no\n"
-            "clean git repository, or was given by a relative path beside --output-dir.\n"
-            "For updates generate from https://github.com/ACCOUNT/ddp-template instead."
+            "\nNo .cruft.json was written, so `cruft update` cannot work. The template:\n"
+            f"{why_not}."
         )

@@ -128,9 +128,9 @@ Generate = Callable[..., subprocess.CompletedProcess]
 @pytest.fixture(scope="session")
 def generate(template: Path, clean_home: dict[str, str]) -> Generate:
     def generate(
-        folder: Path, *answers: str, **options: object
+        folder: Path, *answers: str, source: Path = template, **options: object
     ) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "cookiecutter", template, "-o", folder]
+        command = [sys.executable, "-m", "cookiecutter", source, "-o", folder]
         if "input" not in options:
             command.append("--no-input")
         return subprocess.run(

@@ -213,6 +213,19 @@ speed: data loading
 """
 
 
+# Words that a search finds in a sentence.
+MENTIONED = """
+when-it-hangs: address already in use, socket timeout, straggler
+speed: channels_last, throughput, persistent_workers
+output: random seed
+launchers: rocm
+recipes: weights & biases
+labels: hdf5
+library: git init
+edits: pre-commit, git init
+"""
+
+
 def test_words_that_people_search_for() -> None:
     """Each is in a heading of its page, or in what comes before the first section."""
     missing = []
@@ -223,4 +236,13 @@ def test_words_that_people_search_for() -> None:
         headings = re.findall(r"^#+ .*$", prose, re.M)
         seen = "\n".join([prose.split("\n## ")[0], *headings])
         missing += [(page, word) for word in words.split(", ") if word not in seen]
+    for line in MENTIONED.strip().splitlines():
+        page, _, words = line.partition(": ")
+        text = (ROOT / "docs" / f"{page}.md").read_text().lower()
+        missing += [(page, word) for word in words.split(", ") if word not in text]
+    for task in TASKS:
+        text = rendered("README.md", task)
+        missing += [
+            (task, word) for word in ("`git init`", "pre-commit") if word not in text
+        ]
     assert not missing

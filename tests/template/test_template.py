@@ -77,11 +77,11 @@ RENDERED = {"EDITS.md", "README.md"}
 WRITTEN = {"LICENSE", "pyproject.toml"}  # by a hook, with the answers
 
 
-def files(folder: Path) -> set[str]:
+def files(folder: Path, without: str = "__pycache__") -> set[str]:
     return {
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and without not in path.parts
     }
 
 
@@ -107,6 +107,40 @@ def test_files(generate: Generate, template: Path, tmp_path: Path, task: str) ->
         assert "cookiecutter" not in (project / name).read_text(), name
     assert (project / "README.md").read_text().startswith("# My DDP Project\n")
     assert os.access(project / "launch.sh", os.X_OK)
+
+
+def test_caches_in_the_template_folder(
+    generate: Generate, template: Path, tmp_path: Path
+) -> None:
+    """Those that tools leave there reach no project; what a project has itself stays."""
+    copy = shutil.copytree(template, tmp_path / "copy", symlinks=True)
+    folder = copy / TEMPLATE_FOLDER
+    left = """
+        __pycache__/main.pyc .ruff_cache/0.9/1 .pytest_cache/v/cache/nodeids .idea/misc.xml
+        .mypy_cache/3.12/a.json .DS_Store recipes/.DS_Store tests/.ruff_cache/CACHEDIR.TAG
+        tasks/classification/__pycache__/a.pyc .ipynb_checkpoints/a.ipynb
+        ../ddpkit/run/__pycache__/a.pyc ../ddpkit/.mypy_cache/a ../ddpkit/.DS_Store
+    """
+    for name in left.split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    project = tmp_path / "my_ddp_project"
+    own = project / ".idea" / "own.xml"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    done = generate(tmp_path, "--overwrite-if-exists", source=copy)
+    assert done.returncode == 0, done.stderr
+    made = SHARED | OF_THE_TASK["classification"] | RENDERED | WRITTEN
+    assert files(project, "") == made | {".idea/own.xml"}
+    folders = {path.name for path in project.rglob("*") if path.is_dir()}
+    assert not [name for name in folders if "cache" in name]
+    # Nor do they count as uncommitted changes of the template.
+    env = {**os.environ}
+    git("init", "--quiet", cwd=copy, env=env)
+    new = git("ls-files", "--others", "--exclude-standard", cwd=copy, env=env)
+    assert f"{TEMPLATE_FOLDER}/main.py" in new
+    ignored = {f"{TEMPLATE_FOLDER}/{name}" for name in left.split()}
+    assert not ignored & {*new.splitlines()}
 
 
 def test_no_jinja_in_code_and_nothing_of_this_machine(template: Path) -> None:
@@ -181,7 +215,7 @@ def test_six_questions(generate: Generate, tmp_path: Path) -> None:
 
 
 def test_licenses(generate: Generate, tmp_path: Path) -> None:
-    """MIT names who holds the copyright; without a licence nothing claims one."""
+    """Both name who holds the copyright; without a licence nothing claims one."""
     assert generate(tmp_path, "author=Ada & Co").returncode == 0
     project = tmp_path / "my_ddp_project"
     text = (ROOT / "LICENSE").read_text()
@@ -189,6 +223,13 @@ def test_licenses(generate: Generate, tmp_path: Path) -> None:
     assert (project / "LICENSE").read_text() == own
     assert metadata(project)["project"]["license"] == "MIT"
     check_packages(project)
+    shutil.rmtree(project)
+    assert generate(tmp_path, "license=Apache-2.0", "author=Ada & Co").returncode == 0
+    apache = (FOLDER / "licenses/Apache-2.0").read_text()
+    blank = "Copyright [yyyy] [name of copyright owner]"
+    assert apache.count(blank) == 1
+    own = apache.replace(blank, f"Copyright {YEAR} Ada & Co")
+    assert (project / "LICENSE").read_text() == own
     shutil.rmtree(project)
     assert generate(tmp_path, "license=none").returncode == 0
     assert not (project / "LICENSE").exists()
@@ -303,7 +344,8 @@ def test_vscode() -> None:
     assert 'LAUNCHER = "torch.distributed.launch"' in launcher.read_text()
     for config in launch["configurations"]:
         assert config["type"] == "debugpy"
-        task = "check flags" if config is first else None
+        starts = config.get("program") == first["program"]
+        task = "check flags" if starts else None
         assert config.get("preLaunchTask") == task
     for name, content in ("launch.json", launch), ("tasks.json", tasks):
         kinds = KEYS.keys() & content.keys()
@@ -436,10 +478,44 @@ def test_workflows() -> None:
                     if "uses" in step:
                         action, version = step["uses"].split("@")
                         actions.setdefault(action, set()).add(version)
+                        assert re.fullmatch("[0-9a-f]{40}", version), step
+                    if "actions/checkout@" in step.get("uses", ""):
+                        assert step["with"]["persist-credentials"] is False, name
     assert {"actions/checkout", "actions/setup-python"} < actions.keys()
     assert all(len(versions) == 1 for versions in actions.values()), actions
     levels = [revisions(path / ".pre-commit-config.yaml") for path in (ROOT, FOLDER)]
     assert levels[0] == levels[1]
+
+
+def test_what_ci_installs(generate: Generate, tmp_path: Path) -> None:
+    """A committed uv.lock if it has torch without CUDA; otherwise torch without it, too."""
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text('#!/bin/sh\necho "$@"\n')
+    uv.chmod(0o755)
+    options = {"env": {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}"}}
+    options |= {"check": True, "capture_output": True, "text": True}
+    for torch, lock, words in (
+        ("cpu", True, "sync --locked\n"),
+        ("cpu", False, "sync\n"),
+        ("default", True, "sync\n"),
+    ):
+        done = generate(tmp_path, f"torch={torch}", "--overwrite-if-exists")
+        assert done.returncode == 0, done.stderr
+        project = tmp_path / "my_ddp_project"
+        (project / "uv.lock").touch()
+        if not lock:
+            (project / "uv.lock").unlink()
+        (job,) = workflows(project)["ci.yml"]["jobs"].values()
+        (step,) = [each for each in job["steps"] if "uv sync" in each.get("run", "")]
+        command = ["bash", "-e", "-c", step["run"]]
+        done = subprocess.run(command, cwd=project, **options)
+        assert done.stdout == words
+        assert metadata(project)["tool"]["uv"]["sources"].keys() == {
+            *("torch", "torchvision")
+        }
+        pins = "also in `ci.yml`" if torch == "cpu" else "except in `ci.yml`"
+        assert pins in (project / "README.md").read_text()
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -143,9 +143,10 @@ def test_a_release(repository: Repository, tmp_path: Path) -> None:
     """
     origin, env = repository
     tag = f"v{__version__}"
-    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == __version__
+    heading = f"\n## {__version__}\n\n{cited['date-released']}\n"
+    assert heading in (ROOT / "CHANGELOG.md").read_text()
     (needs,) = re.findall(
         'needs="(.+?)"', (ROOT / TEMPLATE_FOLDER / "main.py").read_text()
     )
@@ -302,10 +303,15 @@ def test_answers_to_copier(repository: Repository, tmp_path: Path) -> None:
             copy(answer)
         assert answer.split("=")[0] in caught.value.stderr
         assert not project.exists()
-    for name, slug in {"日本語": "my-project", "3D: Cracks?": "3d-cracks"}.items():
+    slugs = {"日本語": "my-project", "3D: Cracks?": "3d-cracks"}
+    page = (ROOT / "docs/library.md").read_text()
+    assert "(日本語: `my_project`, not `ri_ben_yu`)" in page
+    for name, slug in slugs.items():
         copy(f"project_name={name}")
         assert f'\nname = "{slug}"\n' in (project / "pyproject.toml").read_text()
         shutil.rmtree(project)
+    cookiecutter(origin, "project_name=日本語", cwd=tmp_path, env=env)
+    assert (tmp_path / "ri_ben_yu").exists()
 
 
 def test_cruft_file(
@@ -321,12 +327,57 @@ def test_cruft_file(
     assert cruft_file(project) == cruft_file(tmp_path / "by_cruft" / "my_ddp_project")
 
     assert "No .cruft.json" not in capfd.readouterr().out
+    # The relative path of a command that generates elsewhere, as a shell starts it.
+    shell = {**env, "PWD": str(tmp_path)}
+    cookiecutter(address, "-o", "elsewhere", cwd=tmp_path, env=shell)
+    found = cruft_file(tmp_path / "elsewhere" / project.name)
+    assert found == {**cruft_file(project), "checkout": None}
     shutil.rmtree(project)
+
+    def check_notice(words: str, *more: str) -> None:
+        cookiecutter(*more or [address], "-f", cwd=tmp_path, env=env)
+        said = capfd.readouterr().out
+        assert "No .cruft.json" in said
+        assert said.endswith(f"{words}.\n")
+        assert not (project / ".cruft.json").exists()
+
+    env = {**env, "PWD": "/"}  # of a program that has changed the folder
+    elsewhere = "-o", str(tmp_path / "third")
+    check_notice("could not be resolved: use its absolute path", address, *elsewhere)
     (origin / TEMPLATE_FOLDER / "newest.txt").write_text("in no commit")
-    cookiecutter(address, cwd=tmp_path, env=env)
-    assert "No .cruft.json" in capfd.readouterr().out
+    check_notice("uncommitted changes: commit them, then try again")
     assert (project / "newest.txt").exists()
-    assert not (project / ".cruft.json").exists()
+    shutil.rmtree(origin / ".git")
+    check_notice("not a git repository: generate from its https:// address")
+
+
+def test_checkout_of_a_folder(repository: Repository, tmp_path: Path) -> None:
+    """cookiecutter ignores it there and for archives: an error, unless it is that commit."""
+    origin, env = repository
+    git("tag", "v1.0.0", cwd=origin, env=env)
+    tagged = git("rev-parse", "HEAD", cwd=origin, env=env).strip()
+    with open(origin / TEMPLATE_FOLDER / "main.py", "a") as file:
+        file.write("# newer\n")
+    commit(origin, env)
+    archive = tmp_path / "template.zip"
+    git("archive", "--prefix=main/", "--output", archive, "HEAD", cwd=origin, env=env)
+    project = tmp_path / "my_ddp_project"
+    for source in origin, archive:
+        command = [sys.executable, "-m", "cookiecutter", source, "--no-input"]
+        command += ["--checkout", "v1.0.0"]
+        options = {"capture_output": True, "text": True}
+        done = subprocess.run(command, cwd=tmp_path, env=env, **options)
+        assert done.returncode == 1
+        (line,) = [each for each in done.stderr.splitlines() if "error: " in each]
+        assert f"{source} is not at v1.0.0" in line
+        assert not project.exists()
+    words = "--checkout", "v1.0.0"
+    for source in origin.as_uri(), origin:
+        cookiecutter(source, *words, cwd=tmp_path, env=env)
+        assert cruft_file(project)["commit"] == tagged
+        assert not (project / "main.py").read_text().endswith("# newer\n")
+        shutil.rmtree(project)
+        git("checkout", "--quiet", "v1.0.0", cwd=origin, env=env)
 
 
 def test_from_an_archive(repository: Repository, tmp_path: Path) -> None:
