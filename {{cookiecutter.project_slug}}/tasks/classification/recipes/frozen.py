@@ -1,4 +1,4 @@
-"""Print the top1 of a logistic regression on frozen features: a baseline in about a minute.
+"""Print the top1 of a logistic regression on frozen features: a baseline in minutes.
 
     python recipes/frozen.py --data DIR --arch timm/NAME --weights FILE --image-size 128
 
