@@ -5,10 +5,13 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pages
 import pytest
 import quoting
+from generated import type_in_shell
 from pages import ROOT, TASKS, TEMPLATE, rendered
+from PIL import Image
 
 import ddpkit
 
@@ -130,6 +133,40 @@ def test_the_step_of_the_readme() -> None:
     lines = iter(text.splitlines())
     for line in shown.splitlines():
         assert any(line == other.removeprefix("    ") for other in lines), line
+
+
+def test_resizing(tmp_path: Path) -> None:
+    """The command in speed.md shrinks large images in place, in their folders and formats."""
+    page = (ROOT / "docs/speed.md").read_text()
+    section = page.partition("## If the CPU is too slow\n")[2].partition("\n## ")[0]
+    block = section.split("```bash\n")[2].partition("```")[0]
+    colours = np.random.default_rng(0).integers(0, 256, (300, 600, 3), np.uint8)
+    image = Image.fromarray(colours)
+    large = {
+        "train/a b/rgb.png": image,
+        "train/a b/palette.PNG": image.quantize(9),
+        "val/c/grey.png": image.convert("L"),
+        "val/c/alpha.webp": image.convert("RGBA"),
+        "val/c/rgb.bmp": image,
+    }
+    small = tmp_path / "DIR/train/a b/small.png"
+    small.parent.mkdir(parents=True)
+    image.resize((600, 256)).save(small)
+    before = small.read_bytes()
+    exif = Image.Exif()
+    exif[274] = 6  # turned by 90 degrees
+    for name, each in large.items():
+        path = tmp_path / "DIR" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        each.save(path, exif=exif)
+    type_in_shell(block, tmp_path)
+    assert small.read_bytes() == before
+    files = [path for path in (tmp_path / "DIR").rglob("*") if path.is_file()]
+    assert len(files) == len(large) + 1
+    for name in large:
+        with Image.open(tmp_path / "DIR" / name) as shrunk:
+            assert shrunk.size == (512, 256)
+            assert name.endswith("bmp") or shrunk.getexif()[274] == 6
 
 
 def test_length() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torchvision
 from digest import digest
 from generated import (
     Project,
@@ -361,6 +362,65 @@ def test_imagenet_weights(project: Project, tmp_path: Path) -> None:
             assert is_last, key
         else:
             assert torch.equal(mine, value), key
+
+
+@pytest.mark.parametrize("project", ["classification"], indirect=True)
+def test_frozen_features(project: Project, few: Path, tmp_path: Path) -> None:
+    """A table of each C and the best; without pretrained weights it fails in one line."""
+    weights = tmp_path / "weights.pt"
+    network = torchvision.models.shufflenet_v2_x0_5(weights=None)
+    torch.save(network.state_dict(), weights)
+    script = "recipes/frozen.py"
+    flags = project.flags(few, tmp_path / "out")
+    done = project.run(flags, "--weights", weights, script=script, on=1).ok()
+    counts, head, *table, best = done.out.splitlines()[-8:]
+    assert counts == "26 training + 6 validation images | 1024 features"
+    assert head.split() == ["C", "top1", "balanced", "accuracy"]
+    scores = {row.split()[0]: row.split()[1] for row in table}
+    assert list(scores) == ["0.001", "0.003", "0.01", "0.03", "0.1"]
+    highest = max(scores, key=lambda name: float(scores[name]))
+    expected = f"done: best top1 {scores[highest]} with C {highest}, after "
+    assert best.startswith(expected)
+    assert not (tmp_path / "out").exists()
+    done = project.run(flags, script=script, on=1)
+    done.refused("frozen.load", "--weights none: ", "recipes/imagenet.py")
+    project.run(flags, script=script, on=2).refused("frozen.main", "one process")
+
+
+def test_regression_on_frozen_features(project: Project) -> None:
+    """What a layer or a mean gets; the fit is at the minimum of what scikit-learn minimises."""
+
+    def check() -> None:
+        sys.path.insert(0, "recipes")
+        import frozen
+
+        torch.manual_seed(0)
+        images = torch.randn(2, 3, 64, 64)
+        plain = torchvision.models.resnet18(weights=None).eval()
+        torch.testing.assert_close(
+            plain.fc(frozen.extract(plain, images)), plain(images)
+        )
+        for name in "tf_efficientnet_lite0", "swin_tiny_patch4_window7_224":
+            size = {"img_size": 64} if "swin" in name else {}
+            model = timm.create_model(name, **size).eval()
+            mean, maximum = frozen.extract(model, images).chunk(2, 1)
+            pooled = model.forward_head(model.forward_features(images), pre_logits=True)
+            torch.testing.assert_close(mean, pooled)
+            assert (maximum >= mean).all()
+
+        inputs = torch.randn(60, 5, dtype=torch.float64)
+        labels = (inputs[:, 0] + torch.randn(60)).sign().long() + 1
+        start = torch.zeros(6, 3, dtype=torch.float64)
+        weights = frozen.fit(inputs, labels, 0.1, start)
+        errors = frozen.logits(inputs, weights).softmax(1)
+        errors[torch.arange(60), labels] -= 1
+        # C times the sum of the losses, and half the squares of weights, not of biases
+        slopes = 0.1 * inputs.T @ errors + weights[:-1]
+        assert weights[:-1].abs().max() > 0.3
+        assert slopes.abs().max() < 0.001
+        assert errors.sum(0).abs().max() < 0.01
+
+    project.here(check).ok()
 
 
 RECIPES = {

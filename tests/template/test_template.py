@@ -60,6 +60,7 @@ OF_THE_TASK = {
         "recipes/elpv.py",
         "recipes/elpv.txt",
         "recipes/elpv_tuned.txt",
+        "recipes/frozen.py",
         "recipes/several_digits.py",
         "recipes/several_digits.txt",
         "recipes/signs.py",
