@@ -53,6 +53,8 @@ from ddpkit.ranks import environment, process, protocol
 from ddpkit.ranks.environment import Nodes
 
 POLL = 0.05  # seconds between two looks at the ranks
+# removes a folder once this process has ended, also if a debugger kills it and the ranks
+REMOVE = 'exec 3<&0; (cat <&3; rm -rf "$0") > /dev/null 2>&1 &'
 HINTS = {
     "SIGKILL": ": out of memory?",
     "SIGABRT": ": if gloo printed an error, ranks called different collectives or shapes",
@@ -230,6 +232,13 @@ def main(command: Sequence[str] = ()) -> int:
     restarts = nodes.restarts
     private = tempfile.TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True)
     with private as folder:
+        if process.is_debugged() and os.name == "posix":
+            remover = subprocess.Popen(  # its input is open as long as this lives
+                ["sh", "-c", REMOVE, folder],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+            remover.wait()
         while True:
             # each time another file: what is in the last one is of ranks that are gone
             ranks.start_all(words, f"{folder}/store {restarts}")

@@ -432,6 +432,7 @@ def test_a_test_file(endless: Project) -> None:
         # pytest comes through, but what a test has done stays.
         debugger.finish()
         assert not generated.left(30)
+        assert not [name for name in debugger.left_files() if "ddp-" in name]
         assert not begun.exists()
 
 
