@@ -46,7 +46,12 @@ def follow() -> None:
     # What completion in the debug console has torch say
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is", FutureWarning)
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
-    signal.signal(signal.SIGINT, watch.hand_over)
+    ends = {
+        signal.SIGINT,
+        signal.SIGTERM,
+    }  # which the kernel sends once a launcher ends
+    for signum in ends:
+        signal.signal(signum, watch.hand_over)
     rank = os.getpid()
     parent = os.getppid()
     # A worker to which nobody can attach any more ends, too.
@@ -55,7 +60,7 @@ def follow() -> None:
 
     def duty() -> None:
         is_left = not process.is_debugged() or os.getppid() != parent
-        is_over = is_left or signal.SIGINT in watch.thread.signals
+        is_over = is_left or ends & {*watch.thread.signals}
         # Once the main thread has ended, pydevd ends as the program does.
         if is_over and threading.main_thread().is_alive():
             process.exit_now(128 + signal.SIGINT)

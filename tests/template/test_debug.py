@@ -464,7 +464,12 @@ def test_a_run_joins_the_debugger_of_its_terminal(
     endpoint.write_text("left by a run that was killed")
     flags = own.flags(few, tmp_path, "--image-size", 32, "--dist-timeout", 1)
     flags += ["--debug", f"all:{free_port()}", "--workers", 1]
-    env = {"VSCODE_DEBUGPY_ADAPTER_ENDPOINTS": str(endpoint)}
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    env = {
+        "VSCODE_DEBUGPY_ADAPTER_ENDPOINTS": str(endpoint),
+        "TMPDIR": str(temporary),
+    }
     with Debugger(own.folder) as debugger:
         debugger.set("main.py", LOOP)
         run = own.launch(flags, **env)
@@ -494,6 +499,7 @@ def test_a_run_joins_the_debugger_of_its_terminal(
         held[1].disconnect()  # Stop, of one rank
         debugger.wait(lambda: all(rank.ended for rank in held), "both end")
         assert run.end().left == []
+        wait_for(lambda: not [*temporary.glob("ddp-*")], 10)
 
 
 @pytest.mark.soak
