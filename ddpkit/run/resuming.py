@@ -235,7 +235,8 @@ class Checkpoints:
         self.begun = 0  # the step of the epoch that began last, from 1
         self.is_due = False  # a save, at the end of the step or epoch
         self.turns = Turns()
-        self.variables = LoopVariables(self.name)
+        # those of a Run go on after `end_epoch`
+        self.variables = LoopVariables(self.name, self.goes_on_after_last)
         self.unsaved = Unsaved(type(self).__name__, self.parts, self.turns.stepped)
         self.later: dict[str, State] = {}  # saved states of parts that are made later
         # of networks, those of each rank: DistributedDataParallel gives all those of rank 0

@@ -46,11 +46,13 @@ Checksums = dict[str, int]  # by the name of a variable
 class LoopVariables:
     """Says which variables of a training loop a resume does not bring back.
 
-    name: by which scripts call what has `numbers`.
+    name: by which scripts call what has `numbers`. sees_end: whether an epoch is saved after all
+        that the script does in it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, sees_end: bool) -> None:
         self.name = name
+        self.sees_end = sees_end
         self.first: Checksums = {}  # when the run began its first epoch
         self.at_start: Checksums = {}  # when this epoch's steps began, or go on
         self.at_end: Checksums = {}  # when the epoch before was saved
@@ -109,9 +111,9 @@ class LoopVariables:
         for name, first in self.first.items():
             now = self.at_start.get(name, first)
             may_be_saved = name.startswith(OF_PARTS)  # a resume tells
-            if now in (first, *counts) or may_be_saved:
+            if now in (first, *counts) or may_be_saved or name not in self.at_end:
                 continue
-            if self.at_end.get(name) != now:
+            if self.sees_end and self.at_end[name] != now:
                 self.set_anew.add(name)
             if name not in self.set_anew:
                 changed.append(name)
