@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 foreground.restore_signals()  # before pytest-xdist starts its workers
+os.environ["COLUMNS"] = "120"  # of --help, whatever terminal this is
 
 # generated.py imports torch, which pytest-xdist's own process does not need: it would take as long
 # again until its workers begin. All others import it before their tests import anything.

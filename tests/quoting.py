@@ -4,6 +4,7 @@ Run this to write anew what is out of date. `make test` and `make check` do so f
 at once if there was any: it is to be committed.
 """
 
+import os
 import sys
 
 import edits_page
@@ -21,6 +22,7 @@ PAGES = {
 
 def main() -> int:
     """Return 1 if a page was out of date."""
+    os.environ["COLUMNS"] = "120"  # of --help, whatever terminal this is
     status = 0
     for path, write in PAGES.items():
         text = write()
