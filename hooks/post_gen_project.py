@@ -131,7 +131,8 @@ def place_library(repository: Path | None, template: str, commit: str) -> list[s
         library.unlink()
         shutil.copytree(repository / "ddpkit", library)
     for cache in [path for path in library.rglob("*") if path.name in CACHES]:
-        shutil.rmtree(cache) if cache.is_dir() else cache.unlink()
+        # one within another has gone with that
+        shutil.rmtree(cache) if cache.is_dir() else cache.unlink(missing_ok=True)
     return required
 
 

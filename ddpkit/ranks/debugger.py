@@ -46,10 +46,8 @@ def follow() -> None:
     # What completion in the debug console has torch say
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is", FutureWarning)
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
-    ends = {
-        signal.SIGINT,
-        signal.SIGTERM,
-    }  # which the kernel sends once a launcher ends
+    # The second comes from the kernel once a launcher ends.
+    ends = {signal.SIGINT, signal.SIGTERM}
     for signum in ends:
         signal.signal(signum, watch.hand_over)
     rank = os.getpid()

@@ -54,8 +54,7 @@ class LossState:
     def state_dict(self) -> State:
         found = {}
         for name, each in self.loss.state_dict().items():
-            is_tensor = isinstance(each, Tensor)
-            same = torch.equal if is_tensor else operator.eq
+            same = torch.equal if isinstance(each, Tensor) else operator.eq
             if not same(each, self.first[name]):
                 found[name] = each
         return found

@@ -480,14 +480,8 @@ class Checkpoints:
                 yield
                 if is_alone:
                     self._write_step()
+                    go_on()
                     after = Phase.DONE
-                    # all ranks go on, also if a signal has come to one of them
-                    try:
-                        agree()
-                    except Stopped:
-                        distributed.print0(
-                            "all steps are done; running the rest of the script"
-                        )
         finally:
             if self.phase in IN_LOOP:  # not long after, when an iterator is thrown away
                 self.phase = after
@@ -800,3 +794,11 @@ def read_own(path: Path | str) -> State:
     state = checkpoint.read_file(path)
     checkpoint.check_entries(path, state, KEYS, "ddpkit.Checkpoints")
     return {**state, "path": str(path)}
+
+
+def go_on() -> None:
+    """After the last step all ranks go on, also if a signal has come to one of them."""
+    try:
+        agree()
+    except Stopped:
+        distributed.print0("all steps are done; running the rest of the script")

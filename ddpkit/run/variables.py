@@ -82,7 +82,7 @@ class LoopVariables:
         if self.first:
             self._say_changed(epoch)
             return
-        self.first = self.at_start
+        self.first = dict(self.at_start)
         self._say_anew(is_within)
 
     def _say_anew(self, is_within: bool) -> None:
@@ -91,7 +91,7 @@ class LoopVariables:
             now = self.at_start.get(name)
             if now is None:  # what is not there yet is set anew
                 continue
-            self.first = {**self.first, name: first}
+            self.first[name] = first
             # What follows the epoch has another value than in the first. Within an epoch what its
             # start has worked out, as of the weights, is another one now.
             is_other = is_within and (start != saved or not name.endswith(AT_START))
@@ -177,7 +177,9 @@ def checksums(run: object, parts: states.Parts, is_within: bool = True) -> Check
         for name, value in variables.items():
             with contextlib.suppress(Exception):  # of objects of libraries
                 for hook, _ in getattr(value, "_comm_hooks", ()):
-                    found[f"{function}{name}.hook"] = short_hash(hook)
+                    if id(hook) not in known:
+                        known.add(id(hook))
+                        found[f"{function}{name}.hook"] = short_hash(hook)
                 value = replicas.bare(value)
                 if name[:2] == "__" or id(value) in known:
                     continue

@@ -561,7 +561,6 @@ class Trainer:
         self.sgd.register_step_pre_hook(counting())
         counted = counting()
         seeded = Drawing(torch.Generator())
-        seeded.calls = 0
         loader = torch.utils.data.DataLoader(
             range(8), sampler=Drawing(seeded.generator)
         )
