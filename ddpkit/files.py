@@ -203,8 +203,13 @@ def name_of(handle: int, path: Path) -> Path:
 
     It remains when the file is renamed, replaced or removed, until this process closes it.
     """
-    own = Path(f"/proc/self/fd/{handle}")
+    own = Path(f"/proc/{os.getpid()}/fd/{handle}")
     return own if own.exists() else path
+
+
+def keep_open(path: str, flags: int) -> str:
+    """Open a file or folder until this process ends, and return a name of it as it is open."""
+    return str(name_of(os.open(path, flags, 0o600), Path(path)))
 
 
 def save_text(path: Path, text: str) -> None:

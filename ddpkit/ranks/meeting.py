@@ -53,7 +53,10 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == str(size) and not by_agent
     path = os.environ.get(protocol.STORE) or _torchruns_file()
     if path:
-        store: dist.Store = dist.FileStore(_by_handle(path))
+        if sys.platform != "win32":  # which removes no file that is in use
+            # They meet in it also when a program has cleaned TMPDIR of what is days old.
+            path = files.keep_open(path, os.O_RDWR | os.O_CREAT)
+        store: dist.Store = dist.FileStore(path)
     elif rank == 0 and not by_agent:
         store = _hold(port, is_local, timeout)
     else:
@@ -77,17 +80,6 @@ def _torchruns_file() -> str:
     if is_temporary and is_closed:
         return str(folders[1] / "store")
     return ""
-
-
-def _by_handle(path: str) -> str:
-    """Open a file for as long as this process lives, and return a name of it as it is open.
-
-    So the ranks meet in it also when a program has cleaned TMPDIR of what is days old.
-    """
-    if sys.platform == "win32":  # which removes no file that is in use
-        return path
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    return str(files.name_of(handle, Path(path)))
 
 
 def _hold(port: int, is_local: bool, timeout: timedelta) -> dist.Store:

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddpkit import files
 from ddpkit.errors import UserError, drop_unprinted
 from ddpkit.ranks.protocol import (
     DEBUGGED_LAUNCHER,
@@ -197,17 +198,18 @@ def exit_now(status: int) -> NoReturn:
     os._exit(status)
 
 
-def socket_folder() -> str:
-    """Return a folder for the sockets of its workers, which are killed and leave them.
+def make_socket_folder(rank: Any) -> None:
+    """Have a folder for the sockets of its workers, which are killed and leave them.
 
-    It lies in that of launch.sh, which removes both if this rank is killed.
+    It lies in that of launch.sh, which removes both if this rank is killed. Workers inherit a
+    short name of it: with a long TMPDIR the names of their sockets would be too long.
     """
     pid = os.getpid()
     if pid not in _folders:
         around = os.path.dirname(os.environ.get(STORE, ""))
-        _folders[pid] = tempfile.mkdtemp(prefix="ddp-", dir=around or None)
+        _folders[pid] = folder = tempfile.mkdtemp(prefix="ddp-", dir=around or None)
+        rank._config["tempdir"] = files.keep_open(folder, os.O_RDONLY)
         atexit.register(remove_folders)
-    return _folders[pid]
 
 
 def remove_folders() -> None:

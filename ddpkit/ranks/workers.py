@@ -106,8 +106,7 @@ def worker_context(count: int) -> BaseContext | None:
     """
     if not count or sys.platform != "linux":
         return None
-    rank: Any = multiprocessing.current_process()
-    rank._config["tempdir"] = process.socket_folder()  # which they inherit
+    process.make_socket_folder(multiprocessing.current_process())
     context = copy.copy(FORKS)
     context.Process = Worker
     context.Queue = functools.partial(Queue, ctx=context)

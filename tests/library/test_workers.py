@@ -147,7 +147,7 @@ IN_WORKER = {
     ),
     "sockets": (
         lambda: shutil.rmtree(
-            multiprocessing.current_process()._config["tempdir"], True
+            os.readlink(multiprocessing.current_process()._config["tempdir"]), True
         ),
         "the sockets of loader workers were deleted from TMPDIR",
     ),
@@ -184,6 +184,13 @@ def test_workers_whose_end_torch_does_not_see(tmp_path, how):
     done = load(tmp_path, in_worker=act, in_rank=swallow)
     done.failed("", "at sample 0, 0.jpg has ended with ", words)
     assert {path.name for path in tmp_path.iterdir()} == {"said.out", "said.err"}
+
+
+def test_a_long_folder_for_temporary_files(tmp_path):
+    """A cluster may name one for each job; a socket's name has at most 107 characters."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    load(long).ok()
 
 
 def test_what_is_left_of_workers(tmp_path):
