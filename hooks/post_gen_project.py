@@ -80,10 +80,17 @@ def template_version(repository: Path | None) -> tuple[str, str, str]:
     if not (repository / ".git").exists():
         return "", "", "it is not a git repository: generate from its https:// address"
     try:
-        if git(repository, "status", "--porcelain"):
-            return "", "", "it has uncommitted changes: commit them, then try again"
+        changed = git(repository, "status", "--porcelain").splitlines()
+        if changed:
+            name = changed[0].split(maxsplit=1)[1]
+            why = f"it has uncommitted changes ({name}): commit them, then try again"
+            return "", "", why
         commit = git(repository, "rev-parse", "HEAD")
-        if CONTEXT["_repo_dir"] == CONTEXT["_template"]:
+        # An abbreviation of the user's may be that of a folder.
+        is_local = CONTEXT["_repo_dir"] == CONTEXT["_template"] or not git(
+            repository, "for-each-ref", "--contains=HEAD", "refs/remotes", "refs/tags"
+        )
+        if is_local:
             return str(repository), commit, ""
         url = git(repository, "config", "remote.origin.url")
         return re.sub("(https?://)[^/]*@", r"\1", url), commit, ""
@@ -112,24 +119,23 @@ def place_library(repository: Path | None, template: str, commit: str) -> list[s
     library = Path("ddpkit")
     required = read("requirements.txt").partition("#")[0].split()
     if template.startswith("https://") and commit:
-        if library.is_file():  # where links cannot be, as in an archive and on Windows
-            library.unlink()
-        else:
-            shutil.rmtree(library)
+        remove(library)
         address = RELEASES or f" @ git+{template}@{commit}"
         # It requires all the others. uv takes torch from an index by choice only if the
         # project itself requires it.
         own = [line for line in required if re.match("torch(vision)?>", line)]
         # What `uv add` adds comes last, as they are not sorted.
         return [f"ddpkit[{CONTEXT['task']}]{address}", *sorted(own, reverse=True)]
-    if library.is_file():  # as above
-        if repository is None:
+    if not (library / "__init__.py").is_file():
+        # a file, an empty folder or nothing: what archives, and Windows, make of a link
+        source = repository and repository / "ddpkit"
+        if not source or not (source / "__init__.py").is_file():
             sys.exit(
                 f"error: ddpkit cannot be copied from {CONTEXT['_template']}: generate from an "
                 "https:// address, or with cookiecutter from the template's absolute path"
             )
-        library.unlink()
-        shutil.copytree(repository / "ddpkit", library)
+        remove(library)
+        shutil.copytree(source, library)
     for cache in [path for path in library.rglob("*") if path.name in CACHES]:
         # one within another has gone with that
         shutil.rmtree(cache) if cache.is_dir() else cache.unlink(missing_ok=True)
@@ -180,6 +186,16 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+
+
+def remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # the project has files of its own in it
+        folder.rmdir()
+
+
 def place_license() -> None:
     licenses = Path("licenses")
     if CONTEXT["license"] != "none":
@@ -187,7 +203,9 @@ def place_license() -> None:
         holder = f"{datetime.date.today().year} {CONTEXT['author']}"
         apache = "[yyyy] [name of copyright owner]"
         replace("LICENSE", {"(c) AUTHOR": f"(c) {holder}", apache: holder})
-    shutil.rmtree(licenses)
+    for name in "MIT", "Apache-2.0":
+        remove(licenses / name)
+    remove_if_empty(licenses)
 
 
 def follow(template: str) -> None:
@@ -236,7 +254,9 @@ for path in filter(Path.is_file, chosen.rglob("*")):
     place = path.relative_to(chosen)
     place.parent.mkdir(exist_ok=True)
     path.replace(place)
-shutil.rmtree(tasks, ignore_errors=True)
+for task in "classification", "segmentation":
+    remove(tasks / task)
+remove_if_empty(tasks)
 Path("launch.sh").chmod(0o755)  # an archive may have lost it
 place_license()
 if "_repo_dir" in CONTEXT and commit:

@@ -171,9 +171,11 @@ def test_resizing(tmp_path: Path) -> None:
 
 def test_length() -> None:
     """Of what people read first."""
-    assert (ROOT / "README.md").read_text().count("\n") <= 160
-    assert (TEMPLATE / "README.md").read_text().count("\n") <= 200
-    assert all(rendered("README.md", task).count("\n") <= 200 for task in TASKS)
+    texts = [(TEMPLATE / "README.md").read_text()]
+    texts += [rendered("README.md", task) for task in TASKS]
+    shorter = "shorten it, or write on a page of docs/"
+    assert (ROOT / "README.md").read_text().count("\n") <= 160, shorter
+    assert max(text.count("\n") for text in texts) <= 200, shorter
 
 
 def test_flags() -> None:

@@ -192,9 +192,8 @@ def test_the_release_workflow(repository: Repository, tmp_path: Path) -> None:
     words = (tmp_path / "words").read_text().splitlines()
     assert words[:5] == ["release", "create", tag, "--target", "abc"]
     notes = (tmp_path / "notes.md").read_text()
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert notes in changelog
-    assert changelog.split("\n## ")[1] == f"{__version__}\n{notes}".rstrip("\n") + "\n"
+    _, rest = (ROOT / "CHANGELOG.md").read_text().split(f"\n## {__version__}\n")
+    assert notes.strip() == rest.split("\n## ")[0].strip()
     assert (tmp_path / "output").read_text() == f"tag={tag}\n"
     (tmp_path / "words").unlink()
     page = origin / "CHANGELOG.md"
@@ -345,7 +344,8 @@ def test_cruft_file(
     elsewhere = "-o", str(tmp_path / "third")
     check_notice("could not be resolved: use its absolute path", address, *elsewhere)
     (origin / TEMPLATE_FOLDER / "newest.txt").write_text("in no commit")
-    check_notice("uncommitted changes: commit them, then try again")
+    name = f"{TEMPLATE_FOLDER}/newest.txt"
+    check_notice(f"uncommitted changes ({name}): commit them, then try again")
     assert (project / "newest.txt").exists()
     shutil.rmtree(origin / ".git")
     check_notice("not a git repository: generate from its https:// address")
@@ -380,11 +380,40 @@ def test_checkout_of_a_folder(repository: Repository, tmp_path: Path) -> None:
         git("checkout", "--quiet", "v1.0.0", cwd=origin, env=env)
 
 
-def test_from_an_archive(repository: Repository, tmp_path: Path) -> None:
-    """Where the link to the library is a file with its name, as in GitHub's archives."""
+def test_an_abbreviation_of_a_folder(repository: Repository, tmp_path: Path) -> None:
+    """Of a clone with a commit that its remote does not have: the project needs no such commit."""
+    _, env = repository
+    git("clone", "--quiet", ADDRESS, tmp_path / "clone", cwd=tmp_path, env=env)
+    config = tmp_path / "cookiecutter.yaml"
+    known = Path(env["COOKIECUTTER_CONFIG"]).read_text()
+    config.write_text(f"{known}abbreviations:\n  me: {tmp_path}/{{0}}\n")
+    env = {**env, "COOKIECUTTER_CONFIG": str(config)}
+    project = cookiecutter("me:clone", cwd=tmp_path, env=env)
+    assert cruft_file(project)["template"] == f"{ADDRESS}"
+    shutil.rmtree(project)
+    with open(tmp_path / "clone" / TEMPLATE_FOLDER / "main.py", "a") as file:
+        file.write("# mine\n")
+    commit(tmp_path / "clone", env)
+    cookiecutter("me:clone", cwd=tmp_path, env=env)
+    assert cruft_file(project)["template"] == str(tmp_path / "clone")
+    assert (project / "ddpkit" / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("link", ["a file", "an empty folder", "nothing"])
+def test_from_an_archive(repository: Repository, tmp_path: Path, link: str) -> None:
+    """Where the link to the library is a file with its name, as in GitHub's, or worse."""
     origin, env = repository
     archive = tmp_path / "template.zip"
     git("archive", "--prefix=main/", "--output", archive, "HEAD", cwd=origin, env=env)
+    if link != "a file":
+        shutil.unpack_archive(archive, tmp_path / "unpacked")
+        library = tmp_path / "unpacked" / "main" / TEMPLATE_FOLDER / "ddpkit"
+        library.unlink()
+        if link == "an empty folder":
+            library.mkdir()
+        archive = shutil.make_archive(
+            str(tmp_path / "other"), "zip", tmp_path / "unpacked", "main"
+        )
     project = cookiecutter(archive, cwd=tmp_path, env=env)
     assert os.access(project / "launch.sh", os.X_OK)
     assert not (project / ".cruft.json").exists()
