@@ -17,6 +17,8 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 from ddpkit.ranks.module_state import AnyGenerator
 
+# of the loaders that are read, by number: what each epoch seeds
+_seeded: dict[int, list[AnyGenerator]] = {}
 # Of loaders: a checksum of their generators as they were given: the first epoch seeds them.
 _checksums: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
@@ -104,6 +106,7 @@ class OtherSource:
                 "in run.steps(train_loader, ddp_model)"
             ) from None
         check_share(loader, "train")
+        note_seeded(loader)
         self.passes = accumulate  # of a step, on this rank
         self.virtual_ranks = 0
         self.reading = Reading(seed)
@@ -192,8 +195,7 @@ def begun(loader: Any, epoch: int, *key: int) -> Iterator:
     key: decides the random numbers, of their own generators, too, which would go on elsewhere;
         without one nothing is seeded.
     """
-    samplers = samplers_of(loader)
-    for each in (loader, *samplers):
+    for each in (loader, *samplers_of(loader)):
         if hasattr(each, "set_epoch"):
             each.set_epoch(epoch)
     if hasattr(loader, "_num_iter_calls"):  # by which Fabric's loader does the same
@@ -201,10 +203,7 @@ def begun(loader: Any, epoch: int, *key: int) -> Iterator:
     samples.tell_epoch(samples.dataset_of(loader), epoch)
     if not key:
         return loading.started(loader)
-    drawing = [loader, *samplers]
-    if not getattr(loader, "num_workers", 0):
-        drawing.append(samples.dataset_of(loader))
-    for generator in generators_in(*drawing):
+    for generator in drawing_for(loader):
         _seed_generator(generator, samples.hash_key(*key))
     if getattr(loader, "persistent_workers", False):
         # Kept workers would go on with random numbers of the epoch before. Fabric and accelerate
@@ -212,6 +211,24 @@ def begun(loader: Any, epoch: int, *key: int) -> Iterator:
         within = getattr(loader, "base_dataloader", loader)
         getattr(within, "_dataloader", within)._iterator = None
     return drawn(loader, *key)
+
+
+def drawing_for(loader: object) -> list[AnyGenerator]:
+    """Return the generators of a loader, its samplers and, if it is read here, its dataset."""
+    drawing = [loader, *samplers_of(loader)]
+    if not getattr(loader, "num_workers", 0):
+        drawing.append(samples.dataset_of(loader))
+    return generators_in(*drawing)
+
+
+def note_seeded(loader: object, number: int = 0) -> None:
+    """Note the generators that each epoch of a loader will seed; of that number, if of several."""
+    _seeded[number] = drawing_for(loader)
+
+
+def seeded_anew() -> list[AnyGenerator]:
+    """Return the generators that each epoch of the loaders that are read seeds."""
+    return list(itertools.chain(*_seeded.values()))
 
 
 def generators_in(*owners: object) -> list[AnyGenerator]:

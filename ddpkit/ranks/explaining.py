@@ -108,13 +108,13 @@ def _own(file: str) -> str:
 
 def here(expression: str = "") -> Position:
     """Return where this rank's main thread is, and what `expression` is there."""
-    main = threading.main_thread().ident or 0
-    frames = traceback.extract_stack(sys._current_frames()[main])
+    main = threading.main_thread()
+    frames = traceback.extract_stack(sys._current_frames()[main.ident or 0])
     if process.End.error:  # it is handled elsewhere than where it was raised
         frames = traceback.extract_tb(process.End.error.__traceback__)
     shown = [each for each in frames if _own(each.filename)]
     edited = [each for each in shown if not _own(each.filename).startswith(BELOW)]
-    words = [Asking.position()]
+    words = [main.name * main.name.startswith("virtual"), Asking.position()]
     for frame in (edited or shown)[-1:]:
         words.append(f"at {_own(frame.filename)}:{frame.lineno}")
     if shown[-1:] != frames[-1:]:  # what the last of our own has called
@@ -200,6 +200,8 @@ def on_all_ranks(expression: str) -> Rows:
 
         ddpkit.on_all_ranks("images.mean()")
     """
+    if not isinstance(expression, str):
+        return Rows(error='put the expression in quotes: on_all_ranks("loss")')
     turn = Asking.answered + 1
     while not ask(turn, expression):
         turn += 1
@@ -213,13 +215,13 @@ def on_all_ranks(expression: str) -> Rows:
         if not at.value:
             continue
         line, sums = at.value
-        rows[rank] += f": {line}"
         first = first or rank
         expected = expected or sums
         for part in {**expected, **sums}:
             if expected.get(part) != sums.get(part):
-                rows[rank] += f"; differs from {first} in {part}"
+                line += f"; differs from {first} in {part}"
                 break
+        rows[rank] = f"{line}; {at.text}"
     for number, state in zip(absent, distributed.states(absent), strict=True):
         rows[f"rank {number}"] = state.removeprefix(f"rank {number} ")
     return rows

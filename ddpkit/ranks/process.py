@@ -65,6 +65,15 @@ def project() -> Path:
 
 
 @functools.cache
+def repository(folder: Path) -> Path:
+    """Return the nearest folder around a script's that is a project of Python's, or of git's."""
+    for each in (folder, *folder.parents):
+        if (each / "pyproject.toml").exists() or (each / ".git").exists():
+            return each
+    return folder
+
+
+@functools.cache
 def within(root: Path, file: str) -> str:
     """Return the path of a file of the project in `root`, within it; of others nothing."""
     path = Path(os.path.realpath(file))

@@ -1,6 +1,7 @@
 """What an expression is where this rank is held, in a form that can be compared with others."""
 
 import pickle
+import re
 import sys
 import threading
 import traceback
@@ -35,7 +36,7 @@ def look(expression: str) -> Look | None:
         with torch.no_grad():
             value = eval(expression, names)
             parts = divide(value, expression)
-            return describe(value), {name: checksum(parts[name]) for name in parts}
+            return describe(value), {name: compared(parts[name]) for name in parts}
     except Exception as error:
         return repr(error), {}
 
@@ -52,14 +53,22 @@ def held_frames() -> Iterator[FrameType]:
 
 
 def describe(value: object) -> str:
-    """Return shape, dtype, device, mean, norm and range of a tensor; of others a short text."""
+    """Return shape, dtype, device, mean, norm and range of a tensor; of others a short text.
+
+    Mean, norm and range are those of its finite numbers.
+    """
     if not isinstance(value, Tensor):
         return clip(value, 200)
     kind = str(value.dtype).removeprefix("torch.")
     what = f"{tuple(value.shape)} {kind} {value.device}"
     if value.numel() < 2:
         return f"{what}, {value.tolist()}"
-    numbers = value.cpu().float()
+    every = value.cpu().float()
+    numbers = every[every.isfinite()]
+    others = every.numel() - numbers.numel()
+    what += f", {others} NaN or inf" * bool(others)
+    if not numbers.numel():
+        return what
     ends = f"{numbers.min():.6g} to {numbers.max():.6g}"
     return f"{what}, mean {numbers.mean():.6g}, norm {numbers.norm():.6g}, {ends}"
 
@@ -69,12 +78,20 @@ def divide(value: Any, name: str) -> dict[str, Any]:
     if isinstance(value, nn.Module):
         # Buffers, as BatchNorm's, are each rank's own until an epoch ends.
         return dict(value.named_parameters())
+    if hasattr(value, "state_dict"):
+        value = value.state_dict()
     if isinstance(value, dict):
         return {str(key): part for key, part in value.items()}
     has_rows = isinstance(value, Tensor) and value.dim()
     if isinstance(value, list | tuple) or (has_rows and len(value) <= MOST_ROWS):
         return {f"{name}[{n}]": part for n, part in enumerate(value)}
     return {name: value}
+
+
+def compared(part: object) -> int:
+    """Return a checksum of the numbers in a value; without any of its printed form."""
+    # without addresses
+    return checksum(part) or checksum(re.sub("0x[0-9a-f]+", "", repr(part)))
 
 
 def checksum(parts: object) -> int:

@@ -1,6 +1,5 @@
 """Whether all ranks have the same data, code and versions."""
 
-import os
 import sys
 import zlib
 from collections.abc import Sequence
@@ -54,28 +53,25 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
 
 def code() -> dict[str, int]:
     """Return a checksum of each file that is imported of the project, and one of ddpkit."""
-    root = process.project()
     sums = {}
-    for name in modules():
-        path = root / name
-        sums[name] = zlib.crc32(path.read_bytes())
+    for name, module in modules().items():
+        sums[name] = zlib.crc32(Path(str(module.__file__)).read_bytes())
     library = sorted(FOLDER.rglob("*.py"))
     sums["ddpkit"] = zlib.crc32(b"".join(path.read_bytes() for path in library))
     return sums
 
 
 def modules() -> dict[str, ModuleType]:
-    """Return the modules that are imported of the project, by path, but for ddpkit's."""
-    root = process.project()
+    """Return the modules that are imported of its repository, by path, but for ddpkit's."""
     found = {}
     for module in list(sys.modules.values()):
-        path = own_path(root, getattr(module, "__file__", None))
+        path = own_path(getattr(module, "__file__", None))
         if path:
             found[path] = module
     return found
 
 
-def own_path(root: Path, file: str | None) -> str:
-    """Return the path within the project in `root` of a file of it; of ddpkit's, none."""
-    path = process.within(root, file or "")
-    return "" if path.startswith(f"ddpkit{os.sep}") else path
+def own_path(file: str | None) -> str:
+    """Return the path of a file of the project, in its repository; of ddpkit's, none."""
+    path = process.within(process.repository(process.project()), file or "")
+    return "" if "ddpkit" in Path(path).parts else path

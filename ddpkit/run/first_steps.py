@@ -9,14 +9,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddpkit.data.format import VOID
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, replicas
 from ddpkit.run import states
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.unsaved import with_inner
-
-MOST_VOID = 0.7  # of a mask's pixels; more prints a line
 
 
 class FirstSteps:
@@ -43,7 +40,6 @@ class FirstSteps:
         # Of the criterion's sums, each with its batch's number of labels.
         self.slopes: list[tuple[Tensor, Tensor]] = []
         self.of_criterion: Tensor | float = 0.0  # in the first step's loss
-        self.masks: list[Tensor] = []  # int64 (N, H, W)
         self.scale = 1.0  # of the gradients, in the first step
         self.is_cleared = False
         self.has_criterion = criterion is not None
@@ -84,9 +80,6 @@ class FirstSteps:
             loss.register_hook(lambda _: self._check_cleared(before))
             return
         targets = named["targets"] if "targets" in named else inputs[1]
-        is_number = isinstance(targets, Tensor) and not targets.is_floating_point()
-        if is_number and targets.ndim == 3:
-            self.masks.append(targets)
         count = criterion.count(targets)
         value = loss.detach()
 
@@ -131,8 +124,6 @@ class FirstSteps:
                 f"warning: the step counts {float(count):g} labels, but criterion(...) got "
                 f"{seen:g}: if transform_batch removes labels, count the targets that it returns"
             )
-        say_void(self.masks)
-        self.masks.clear()
         if self.passes > 1 and self.slopes:
             part = float(self.of_criterion)
             if not math.isclose(whole, part, rel_tol=0.01):
@@ -155,14 +146,3 @@ class FirstSteps:
                 "warning: run.end_step without an optimizer step: a stop here loses the "
                 "accumulated gradients; for several batches per step use --accumulate"
             )
-
-
-def say_void(targets: Sequence[Tensor]) -> None:
-    """Print a line if most pixels of some masks, (..., H, W) as training has them, are void."""
-    total = sum(each.numel() for each in targets)
-    void = sum(int((each == VOID).sum()) for each in targets)
-    if void > MOST_VOID * total:
-        distributed.print0(
-            f"{void / total:.0%} of the training pixels are void and do not count: try a smaller "
-            "--image-size, unless the masks themselves have so few labels"
-        )

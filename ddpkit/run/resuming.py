@@ -15,6 +15,7 @@ import itertools
 import math
 import random
 import re
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpkit.data import loading, samples
-from ddpkit.data.other_loaders import Reading
+from ddpkit.data.other_loaders import Reading, note_seeded
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, replicas
 from ddpkit.ranks.stopping import (
@@ -286,6 +287,7 @@ class Checkpoints:
             images = next(unlabelled)
         """
         number = 1 + sum(isinstance(part, Forever) for part in self.parts.values())
+        note_seeded(loader, number)
         read = functools.partial(self.reading.rest, number=number)
         return self._add(f"{FOREVER}{number}", Forever(loader, read))
 
@@ -359,6 +361,8 @@ class Checkpoints:
             virtual_ranks = batches.sampler.virtual_ranks
             if virtual_ranks:
                 length = batches.sampler.steps
+        else:
+            note_seeded(batches)
 
         def begin() -> Iterator:
             rest = functools.partial(self._rest, batches, length)
@@ -454,12 +458,16 @@ class Checkpoints:
         if not self.virtual:
             yield from batches
             return
+        thread = threading.current_thread()
+        name = thread.name
         self.virtual.begin()
         for number, batch in enumerate(batches):
             rank = self.virtual.begin_pass(number, count)
             if rank != self.rank:
                 self._begin_rank(rank)
+            thread.name = f"virtual rank {rank} of {self.ranks}"  # for a debugger
             yield batch
+        thread.name = name
         self.virtual.end()
         self._begin_rank(self.ranks)
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ddpkit.data.other_loaders import samplers_of
-from ddpkit.ranks import distributed, module_state, process, replicas
+from ddpkit.data.other_loaders import generators_in, samplers_of, seeded_anew
+from ddpkit.ranks import distributed, module_state, replicas
 from ddpkit.ranks.module_state import AnyGenerator
 from ddpkit.run import agreement, states
 
@@ -72,13 +72,6 @@ class LoopVariables:
         if not distributed.is_rank_zero():
             return
         self.at_start = checksums(run, parts)
-        counts = {None, short_hash(epoch), short_hash(epoch + 1)}
-        if self.at_start.get("epoch") not in counts and "epoch" not in self.said:
-            self.said.add("epoch")
-            distributed.print0(
-                f"warning: the variable epoch is not {epoch}, the epoch of this run: a resumed run "
-                f"does not start at 0; loop over {self.name}.epochs(...)"
-            )
         if self.first:
             self._say_changed(epoch)
             return
@@ -128,11 +121,9 @@ class LoopVariables:
         self.said.update(new)
         plain = [name.rpartition(": ")[2].strip(AT_START) for name in new]
         distributed.print0(
-            f"warning: {', '.join(plain)} {what}; variables are not saved: use {self.name}"
-            ".numbers(NAME=...) for numbers, lists and tensors, "
-            f"{self.name}.forever(loader) for next(it), {self.name}.common for random numbers, "
-            f"{self.name.capitalize()}(NAME=...) for what has a state_dict, "
-            "self.register_buffer(...) in a module, and epoch >= N, not =="
+            f"warning: {', '.join(plain)} {what}; variables are not saved: {self.name}.numbers"
+            "(NAME=...) keeps numbers, lists and tensors, .epochs(N), .forever(loader) next(it), "
+            f".common random numbers, {self.name.capitalize()}(NAME=...) what has a state_dict"
         )
 
     def changes(
@@ -163,7 +154,7 @@ def checksums(run: object, parts: states.Parts, is_within: bool = True) -> Check
     what is in `parts`. Names begin with the inner function's, or the module's. is_within: also
     metrics, which each epoch begins anew, and the weights of what is no part.
     """
-    known = {id(run)}
+    known = {id(each) for each in (run, *seeded_anew())}
     saved = states.names_of(parts)
     for part in parts.values():
         # of networks, besides metrics, a checkpoint has no attributes
@@ -176,10 +167,7 @@ def checksums(run: object, parts: states.Parts, is_within: bool = True) -> Check
     for function, variables in scopes(run):
         for name, value in variables.items():
             with contextlib.suppress(Exception):  # of objects of libraries
-                for hook, _ in getattr(value, "_comm_hooks", ()):
-                    if id(hook) not in known:
-                        known.add(id(hook))
-                        found[f"{function}{name}.hook"] = short_hash(hook)
+                hooks += [hook for hook, _ in getattr(value, "_comm_hooks", ())]
                 value = replicas.bare(value)
                 if name[:2] == "__" or id(value) in known:
                     continue
@@ -214,7 +202,7 @@ def checksums(run: object, parts: states.Parts, is_within: bool = True) -> Check
             for key, each in vars(part).items():
                 if key not in OF_OPTIMIZERS and key[0] != "_":
                     found[f"{OF_PARTS}{name}.{key}"] = short_hash(each)
-    found[f"{OF_PARTS}hooks of weights and optimizers"] = short_hash(hooks)
+    found[f"{OF_PARTS}hooks of gradients and optimizers"] = short_hash(hooks)
     return found
 
 
@@ -225,7 +213,7 @@ def scopes(run: object) -> Iterator[tuple[str, dict]]:
         variables = variables_of(frame)
         if not function:  # and those that it may declare global
             variables = {**frame.f_globals, **variables}
-        others.pop(id(frame.f_globals), None)
+            others.pop(id(frame.f_globals), None)
         yield function, variables
     for module in others.values():
         yield f"{module.__name__}.", dict(vars(module))
@@ -242,7 +230,7 @@ def functions(run: object) -> Iterator[tuple[str, types.FrameType]]:
     of_script = 0
     while frame:
         frames.append(frame)
-        path = agreement.own_path(process.project(), frame.f_code.co_filename)
+        path = agreement.own_path(frame.f_code.co_filename)
         if path or any(value is run for value in variables_of(frame).values()):
             of_script = len(frames)
         frame = frame.f_back
@@ -284,7 +272,8 @@ def parts_of(value: object, has_metrics: bool) -> Iterator[tuple[str, object]]:
                 yield f".{type(each).__name__}", each
     has_attributes = is_own(kind_of(value))
     if has_attributes:
-        for name, each in attributes(value).items():
+        for name, held in attributes(value).items():
+            each = replicas.bare(held)
             yield f".{name}", each
             if isinstance(each, nn.Module):
                 for inner, part in parts_of(each, has_metrics):
@@ -307,7 +296,7 @@ def is_own(kind: type | types.FunctionType) -> bool:
     if kind.__module__ in ("argparse", "builtins"):  # for which none has to look
         return kind is argparse.Namespace
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return bool(agreement.own_path(process.project(), file))
+    return bool(agreement.own_path(file))
 
 
 def attributes(value: object) -> dict[str, object]:
@@ -321,10 +310,11 @@ def attributes(value: object) -> dict[str, object]:
     found = dict(getattr(value, "__dict__", {}))
     for name in getattr(value, "__slots__", ()):
         found[name] = getattr(value, name, None)
-    if hasattr(value, "set_epoch"):  # of a loader, which seeds its generators anew
+    again = seeded_anew()
+    if hasattr(value, "set_epoch"):  # of a loader, which seeds its generators itself
         found.pop("epoch", None)
-        found = {k: v for k, v in found.items() if not isinstance(v, AnyGenerator)}
-    return found
+        again += generators_in(value)
+    return {k: v for k, v in found.items() if not any(v is each for each in again)}
 
 
 def short_hash(value: object) -> int:

@@ -528,10 +528,8 @@ def left_out(source: TrainSampler | OtherSource, batch_size: int) -> str:
         return ""
     line = f"drop_last: {count} images skipped per epoch (different ones each time)"
     size = batch_size
-    while count > MOST_LEFT_OUT * source.total:
+    while size > 1 and count > MOST_LEFT_OUT * source.total:
         size //= 2
-        if not size:
-            return line
         count = source.total % (source.global_batch // batch_size * size)
     if size < batch_size:
         line += f"; try --batch-size {size}"

@@ -1,7 +1,9 @@
 """Faults that strike at one place in the code, on ranks that are forks made to fail just there."""
 
+import copy
 import faulthandler
 import functools
+import math
 import os
 import re
 import resource
@@ -28,6 +30,7 @@ from ddpkit.ranks import (
     process,
     protocol,
     stopping,
+    values,
 )
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.folder import RunFolder
@@ -181,6 +184,33 @@ def test_a_question_and_two_interrupts(project, data, tmp_path):
     assert "usually" not in done.err
 
 
+def test_values_that_two_ranks_may_have() -> None:
+    """What differs is named, of any kind of object; what is the same but for addresses is not."""
+
+    def differs(*both: object) -> list[str]:
+        sums = []
+        for value in both:
+            parts = values.divide(value, "it")
+            sums.append({name: values.compared(part) for name, part in parts.items()})
+        return [name for name in sums[0] if sums[0][name] != sums[1].get(name)]
+
+    def descent(rate: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.ones(2, requires_grad=True)], rate)
+
+    assert not differs(descent(0.1), descent(0.1))
+    assert differs(descent(0.1), descent(0.5)) == ["param_groups"]
+    for one, other in (Path("a"), Path("b")), ({1}, {2}), (None, False), (b"a", b"b"):
+        assert differs(one, other) == ["it"]
+        assert not differs(one, copy.copy(one))
+    assert not differs(object(), object())
+    assert differs(torch.device("cpu"), torch.device("cuda:1")) == ["it"]
+    said = values.describe(torch.tensor([math.nan, 1, math.inf]))
+    assert said == "(3,) float32 cpu, 2 NaN or inf, mean 1, norm 1, 1 to 1"
+    assert values.describe(torch.full((2,), math.nan)).endswith("cpu, 2 NaN or inf")
+    rows = explaining.on_all_ranks(torch.ones(2))  # type: ignore[arg-type]
+    assert str(rows) == 'error: put the expression in quotes: on_all_ranks("loss")'
+
+
 def test_a_value_of_every_rank(project, data, tmp_path):
     """One rank asks, one runs, one has died: a row each, without a collective."""
 
@@ -200,7 +230,7 @@ def test_a_value_of_every_rank(project, data, tmp_path):
     started.kill(signal.SIGKILL, 0, 1)  # which no launcher ends
     done = started.end()
     assert not done.left
-    assert re.search(r"^rank 0: epoch 1, .*: \[3, 'x'\]$", done.out, re.M), done.out
+    assert re.search(r"^rank 0: \[3, 'x'\]; epoch 1, ", done.out, re.M), done.out
     assert re.search(
         r"^rank 1: epoch 1, step \d, at main.py:\d+: after", done.out, re.M
     )

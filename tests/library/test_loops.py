@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import sys
+import textwrap
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from generated import ROOT, refusal, wait_for
+from generated import ROOT, Command, refusal, wait_for
 
 import ddpkit
 from ddpkit.data import samples
@@ -629,8 +630,82 @@ def test_where_else_people_keep_numbers(
     own = "large loader.Drawing net.alpha total trainer.n trainer.net.alpha trainer.net.mean"
     own += " trainer.net.hooks"
     named += " teacher.weights teacher.alpha teacher.hooks teacher.mean waiting"
-    hooks = "hooks of weights and optimizers"
+    hooks = "hooks of gradients and optimizers"
     assert set(said.split(", ")) == {*named.split(), *own.split(), hooks}
+
+
+OF_A_REPOSITORY = {
+    "pyproject.toml": "",
+    "src/mine/trainer.py": """
+        import random
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+        import ddpkit
+
+        SEEN = 0
+
+        class Numbers(torch.utils.data.Dataset):
+            def __init__(self):
+                self.draws = random.Random(3)
+
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, index):
+                return index + self.draws.random()
+
+        class Trainer:
+            def __init__(self, folder):
+                network = torch.nn.Linear(1, 1)
+                self.model = DistributedDataParallel(network)
+                self.checkpoints = ddpkit.Checkpoints(folder, model=self.model)
+                self.smooth = 0.0
+
+            def fit(self, loader, dies):
+                global SEEN
+                for epoch in self.checkpoints.epochs(3):
+                    for batch in self.checkpoints.steps(loader):
+                        self.model(batch[:, None].float()).sum().backward()
+                        SEEN += len(batch)
+                        self.smooth += 1
+                        if dies and self.checkpoints.step == 5:
+                            self.checkpoints.save()
+                        if dies and self.checkpoints.step == 6:
+                            raise SystemExit
+    """,
+    "scripts/train.py": """
+        import sys
+        from pathlib import Path
+        import torch
+
+        sys.path.append(str(Path(__file__).parents[1] / "src"))
+        from mine.trainer import Numbers, Trainer
+
+        torch.distributed.init_process_group(
+            "gloo", f"file://{sys.argv[1]}", rank=0, world_size=1
+        )
+        loader = torch.utils.data.DataLoader(Numbers(), 2)
+        trainer = Trainer("run")
+        trainer.fit(loader, dies=len(sys.argv) > 2)
+    """,
+}
+
+
+def test_code_of_several_folders(tmp_path: Path) -> None:
+    """Whatever of a repository a script imports is its own; what is seeded, or torch's, is not."""
+    for name, text in OF_A_REPOSITORY.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    script = [sys.executable, "scripts/train.py"]
+    own = {"trainer.smooth", "mine.trainer.SEEN"}
+    for how in ["1", "dies"], ["2"]:  # in the second epoch
+        done = Command(
+            [*script, tmp_path / how[0], *how[1:]], tmp_path, PYTHONPATH=ROOT
+        )
+        out = done.end().ok().out
+        (said,) = re.findall("warning: (.*) (?:not restored:|changed with the)", out)
+        assert set(said.split(", ")) == own
 
 
 def test_variables_that_change_with_the_epoch(

@@ -143,10 +143,11 @@ def test_a_debugging_session(
             assert rank.evaluate(same) == "True"
             rows = rank.evaluate('ddpkit.on_all_ranks("images")').splitlines()
             for other, row in enumerate(rows):
-                assert row.startswith(f"rank {other}: at main.py:{rank.frame['line']}")
-                assert "(4, 3, 32, 32) float32 cpu, mean " in row
+                what = f"rank {other}: (4, 3, 32, 32) float32 cpu, mean "
+                assert row.startswith(what)
+                assert f"; at main.py:{rank.frame['line']}" in row
             assert "differs" not in rows[0]
-            assert rows[1].endswith("; differs from rank 0 in images[0]")
+            assert "; differs from rank 0 in images[0]; at " in rows[1]
             images = shown(rank)["images"]  # in VS Code's pane "Variables"
             assert images.startswith("(4, 3, 32, 32) float32 cpu, mean ")
             assert ": tensor([[[[" in images
@@ -165,7 +166,7 @@ def test_a_debugging_session(
         assert only.evaluate("rank") == "1"
         rows = only.evaluate('ddpkit.on_all_ranks("rank")').splitlines()
         assert re.fullmatch(r"rank 0: at main.py:\d+: in collective .*", rows[0])
-        assert re.fullmatch(r"rank 1: at main.py:\d+: .*: 1", rows[1])
+        assert re.fullmatch(r"rank 1: 1; at main.py:\d+: .*", rows[1])
         ask = task(own.folder, "Where is it?", output="runs/debug")
         subprocess.run([ask["command"], *ask["args"]], cwd=own.folder, check=True)
         place = rf"^rank 1, .*at main.py:{only.frame['line']}"
@@ -287,6 +288,9 @@ def test_as_several_ranks(
     with debugger:
         (process,) = debugger.stopped(1)
         assert process.evaluate("rank") == "3"
+        assert process.stop["description"] == "virtual rank 3 of 4: breakpoint"
+        (row,) = process.evaluate('ddpkit.on_all_ranks("rank")').splitlines()
+        assert row.startswith("rank 0: 3; virtual rank 3 of 4, at main.py:")
         there = process.evaluate("loss.item(), images.sum().item()")
         debugger.stop()
         debugger.all_end()

@@ -13,10 +13,10 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import InterpolationMode, resize
 
 from ddpkit.data import samples
+from ddpkit.data.format import VOID
 from ddpkit.data.samples import Key, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
-from ddpkit.run.first_steps import say_void
 from ddpkit.vision import images, mistakes, pictures
 
 COUNT = 12  # images
@@ -40,7 +40,7 @@ def draw_check(path: Path, args: Namespace) -> str:
     present: set[int] = set()  # in masks
     chosen = mistakes.spread(len(train_set), COUNT)
     captions = mistakes.short_names(train_set, chosen)
-    masks = []  # as training has them
+    void = []  # the share of each mask, as training has it
     # longer sides of images of classes: in their files, and as training has all
     stored = []
     trained = 0
@@ -55,7 +55,7 @@ def draw_check(path: Path, args: Namespace) -> str:
             axes.imshow(pictures.in_a_row([panel(classes, *view) for view in shown]))
             lines = [caption or samples.name(train_set, index)]
             if target.ndim == 2:
-                masks.append(target)
+                void.append((target == VOID).float().mean())
                 for _, mask in shown:
                     present.update(mask.unique().tolist())
             else:
@@ -76,7 +76,11 @@ def draw_check(path: Path, args: Namespace) -> str:
         f"{path}: {len(figure.axes)} training images; as augmented, do they still show "
         "their labels? If not: --hflip 0 and, for classification, --crop-scale 1"
     )
-    say_void(masks)
+    if void and np.mean(void) > 0.7:
+        distributed.print0(
+            f"{np.mean(void):.0%} of the training pixels are void and do not count: try a smaller "
+            "--image-size, unless the masks themselves have so few labels"
+        )
     say_small(stored, trained)
     return ""
 

@@ -57,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"no run in {given[0]}: give the --output-dir of a run")
     runs.sort(key=lambda run: run.order)
     names = differing([run.flags for run in runs])
-    columns = ["run", "best", "epoch", "done", "trained"]
-    columns += names
+    columns = ["run", "best", "epoch", "done", "trained", *names]
     cells = []
     for run in runs:
         values = [as_cell(run.flags.get(name)) for name in names]
@@ -93,8 +92,9 @@ def read_run(folder: Path) -> Compared:
                 flags[f"--{name.replace('_', '-')}"] = value
         return flags, str(metric), str(direction)
 
-    facts = files.parse(folder / "args.json", take_facts, "a run", most=files.OF_TEXT)
-    flags, metric, direction = facts
+    flags, metric, direction = files.parse(
+        folder / "args.json", take_facts, "a run", most=files.OF_TEXT
+    )
     history = rows.recorded_rows(folder)
     best = rows.best_row(history, metric, direction) or {}
     score = rows.number_in(best, metric)
