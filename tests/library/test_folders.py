@@ -804,13 +804,22 @@ def test_recipes_of_shell(tmp_path: Path) -> None:
         ("0", "camera 1"),
         ("0;1", "camera 1"),
     ]
-    run_recipe("Group k-fold", 1, tmp_path)
-    train, val, _ = folders.find_labelled(patients)
-    groups = [{Path(sample[0]).name[:2] for sample in part} for part in (train, val)]
-    assert sorted(groups[0] | groups[1]) == ["p0", "p1"]
-    assert not groups[0] & groups[1]
+    # folders of splits, then class folders in DIR itself; a name without _
+    for folder in patients / "train", patients:
+        if folder == patients:
+            for path in [*patients.glob("train/*")]:
+                path.rename(patients / path.name)
+            (patients / "train").rmdir()
+            (patients / "dog/p0_dog.0.jpg").rename(patients / "dog/c, d.jpg")
+        run_recipe("Group k-fold", 1, tmp_path)
+        train, val, _ = folders.find_labelled(patients)
+        names = sorted(Path(sample[0]).name for sample in train + val)
+        assert len(names) == 4
+        groups = [{sample[2] for sample in part} for part in (train, val)]
+        assert groups[0] | groups[1] == {name.split("_")[0] for name in names}
+        assert not groups[0] & groups[1]
     # by checksums: two files of each
-    for number, path in enumerate(sorted(patients.glob("train/*/*.jpg"))):
+    for number, path in enumerate(sorted(patients.glob("*/*.jpg"))):
         Image.new("RGB", (8, 8), (60 * (number % 2), 0, 0)).save(path)
     path.rename(path.with_name("a, b.jpg"))
     run_recipe("Group k-fold", 2, tmp_path)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generated import refusal
+from generated import ROOT, refusal
 from PIL import Image
 from ranks import on_ranks
 from timm.data.distributed_sampler import OrderedDistributedSampler, RepeatAugSampler
@@ -295,6 +296,29 @@ def test_each_sample_is_trained_on_once() -> None:
     shuffled = make(said(Shard(mine)), shuffle=True)
     orders = [trained_on(shuffled, epoch) for epoch in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
+
+
+@on_ranks(2)
+def test_the_stream_of_the_page() -> None:
+    """That of docs/edits.md deals whole batches to workers, in another order in each epoch."""
+    section = (ROOT / "docs/edits.md").read_text().partition("### Custom stream")[2]
+    block = section.split("```python\n")[1].partition("```")[0]
+    names = {"torch": torch, "Iterator": Iterator, "Namespace": Namespace}
+    names["ImageDataset"] = Ours
+    exec(block, names)
+    images = Shard(range(43))
+    images.format = OTHER
+    for workers, count in (0, 20), (1, 20), (2, 16):
+        args = Namespace(batch_size=4, workers=workers, seed=1)
+        loader = DataLoader(
+            names["Stream"](images, args), 4, drop_last=True, num_workers=workers
+        )
+        assert normalizing.format_of(loader) == OTHER
+        orders = [trained_on(loader, epoch) for epoch in (0, 0, 1)]
+        assert orders[0] == orders[1] != orders[2]
+        for first, second in orders:
+            assert len(first) == len(second) == count
+            assert len({*first, *second}) == 2 * count
 
 
 @on_ranks(3)

@@ -198,9 +198,10 @@ def test_list_of_pages() -> None:
     """llms.txt, for assistants, has a line on each page, in the order of the site."""
     lines = (ROOT / "docs" / "llms.txt").read_text().splitlines()
     listed = [line for line in lines if line.startswith("- ")]
-    names = re.findall(
-        r"^ +- .*?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M
-    )
+    menu = (ROOT / "mkdocs.yml").read_text()
+    names = re.findall(r"^ +- .*?([\w/-]+\.md)$", menu, re.M)
+    for name, anchor in re.findall(r"^ +- .*: ([\w-]+)/#([\w-]+)$", menu, re.M):
+        assert anchor in anchors((ROOT / "docs" / f"{name}.md").read_text())
     pages = [ROOT / "docs" / name for name in names]
     assert {*pages} == {*(ROOT / "docs").rglob("*.md")}
     assert len(listed) == len(pages)

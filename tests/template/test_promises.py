@@ -41,7 +41,7 @@ FLAGS = {
 }
 FILES = {
     "Tiny ImageNet": "val_annotations.txt",
-    "images for an example": "0000.jpg 2.jpg 3.jpg cat.0.jpg image.jpg mask.png p12_3.jpg",
+    "images for an example": "0000.jpg 1_2.jpg 2.jpg 3.jpg cat.0.jpg image.jpg mask.png p12_3.jpg",
     "a file that a diff of EDITS.md makes": "adversary.py",
     "what onnxruntime writes": "model_int8.onnx prepared.onnx",
     "timm": "train.py",
