@@ -166,7 +166,7 @@ def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
     if folder and masks and folder != masks.parent and any_image(folder):
         return Place(folder, masks)
     alone = folder or images
-    if alone and any(is_beside(name) for name in images_in(alone)):
+    if alone and any(map(is_beside, filter(is_image, os.listdir(alone)))):
         return Place(alone, alone)
     if folder:
         refuse_unknown(root, folder, has_masks=True)
@@ -222,11 +222,6 @@ def inner_folders(folder: Path) -> list[Path]:
     )
 
 
-def images_in(folder: Path) -> list[str]:
-    """Return the names of the image files in `folder` itself, sorted."""
-    return sorted(filter(is_image, os.listdir(folder)))
-
-
 def any_image(folder: Path) -> bool:
     """Return whether there is an image somewhere below `folder`."""
     return any(is_image(name) for _, _, names in os.walk(folder) for name in names)
@@ -245,13 +240,6 @@ def is_beside(name: str) -> bool:
 def refuse_unknown(root: Path, folder: Path, has_masks: bool) -> NoReturn:
     """Raise a UserError that says what `folder`, in `root`, has, and what is expected."""
     inner = [each.name for each in inner_folders(folder)]
-    if not has_masks and not inner and images_in(folder):
-        parent = folder.parent
-        beside = {each.parent for each in parent.glob("*/*") if is_image(each.name)}
-        if len(beside) > 1:
-            raise UserError(
-                f"{folder} holds images but no class folders: did you mean --data {parent}?"
-            )
     there = inner + sorted({*os.listdir(folder)} - {*inner})
     raise UserError(
         f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}; {TASKS[has_masks]} "
