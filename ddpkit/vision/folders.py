@@ -702,7 +702,7 @@ def find_classes(
     for each in train, val:
         each.classes = len(classes)
         labels.append([n for sample in each.samples for n in class_numbers(sample[1])])
-    class_counts.say_images(classes, *labels, part)
+    class_counts.say_images(classes, labels[0], labels[1], part)
     return train, val, classes
 
 
