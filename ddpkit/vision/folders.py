@@ -215,7 +215,8 @@ def hold_out(
             number, count = fold
             taken = order[(number - 1 - begin) % count :: count]
             # classes may have fewer groups than there are folds
-            begin += len(order) if has_groups(samples) else 0
+            if has_groups(samples):
+                begin += len(order)
         else:
             taken = order[: max(len(order) > 1, round(0.15 * len(order)))]
         for unit in taken:

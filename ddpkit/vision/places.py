@@ -182,8 +182,10 @@ def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
 def find_classes_of(root: Path, roles: Roles, part: str) -> Place | None:
     """Return where the class folders of a part are, or of none, if they are there."""
     folder = choose_folder(root, roles, part) if part else root
-    if folder and has_kinds(folder):
-        refuse_unknown(root, folder, has_masks=False)
+    if folder:
+        kinds = {role_of(each.name) for each in inner_folders(folder)}
+        if kinds >= {Role("", "images"), Role("", "masks")}:
+            refuse_unknown(root, folder, has_masks=False)
     if part:
         return Place(folder) if folder else None
     names = [each.name for each in inner_folders(root)]
@@ -198,12 +200,6 @@ def find_classes_of(root: Path, roles: Roles, part: str) -> Place | None:
     if len(classes) < 2 or {"images", "masks"} & {*map(str.lower, classes)}:
         return None
     return Place(root, is_flat=True)
-
-
-def has_kinds(folder: Path) -> bool:
-    """Return whether there are folders of images and of masks, whichever is meant."""
-    roles = {role_of(each.name) for each in inner_folders(folder)}
-    return roles >= {Role("", "images"), Role("", "masks")}
 
 
 def inner_folders(folder: Path) -> list[Path]:
