@@ -194,26 +194,38 @@ def hold_out(
 ) -> list[int]:
     """Return the indices of 15 % of the samples, or of part N of K, by checksums of their paths.
 
-    Of each class as many, unless samples have groups, of which each stays together, or no class.
+    Of each class as many. Groups stay together: of each class as many of those that have no other.
     """
+    labels_of: dict[str, set] = {}  # by group
+    for _, label, *group in samples:
+        labels_of.setdefault("".join(group), set()).add(label)
     # By class, then by group or path: the indices of what stays together.
-    units: dict[object, dict[str, list[int]]] = {}
+    units: dict[int, dict[str, list[int]]] = {}
     for index, (path, label, *group) in enumerate(samples):
         unit = group[0] if group else os.path.relpath(path, root)
-        kind = None if group or isinstance(label, str) else label
+        is_mixed = group and len(labels_of[unit]) > 1
+        kind = -1 if is_mixed or isinstance(label, str) else label
         units.setdefault(kind, {}).setdefault(unit, []).append(index)
     held = []
-    for members in units.values():
+    begin = 0
+    for _, members in sorted(units.items()):
         # as if by chance, but the same each time and everywhere
         order = sorted(members, key=lambda unit: zlib.crc32(os.fsencode(unit)))
         if fold:  # in turn, so that the folds are of one size
             number, count = fold
-            taken = order[number - 1 :: count]
+            taken = order[(number - 1 - begin) % count :: count]
+            # classes may have fewer groups than there are folds
+            if has_groups(samples):
+                begin += len(order)
         else:
             taken = order[: max(len(order) > 1, round(0.15 * len(order)))]
         for unit in taken:
             held += members[unit]
     return sorted(held)
+
+
+def has_groups(samples: Sequence[tuple]) -> bool:
+    return bool(samples) and len(samples[0]) > 2
 
 
 def split(
@@ -224,22 +236,21 @@ def split(
     samples = sorted(samples, key=lambda s: (s[1] if isinstance(s[1], int) else 0, s))
     held = set(hold_out(samples, root, fold))
     place = root / ("val.csv" if has_lists(root) else "val")
+    how = " in whole groups" if has_groups(samples) else ""
     if not 0 < len(held) < len(samples):
         note(
             UserError(
-                f"{root}: {len(samples)} images for training are too few to split; add more, or "
-                f"{place}, or fewer folds"
+                f"{root}: {len(samples)} images for training are too few to split{how}; add more"
+                f"{how and ' of each class'}, or {place}, or fewer folds"
             )
         )
         return samples, []
     why = f"--fold {fold[0]}/{fold[1]}" if fold else f"no {place}"
-    list_of_groups = "train.csv" if has_lists(root) else "groups.csv"
-    has_groups = len(samples[0]) > 2
-    how = " in whole groups" if has_groups else ""
     distributed.print0(
         f"validation: {len(held)} of {len(samples)} images held out{how} ({why})"
     )
-    if not has_groups:
+    if not how:
+        list_of_groups = "train.csv" if has_lists(root) else "groups.csv"
         distributed.print0(
             "if images belong together (one patient, one video), name their groups in "
             f"{root / list_of_groups}"
@@ -251,13 +262,6 @@ def split(
 def has_lists(root: Path) -> bool:
     """Return whether the set is read from lists, not from folders."""
     return os.path.lexists(root / "train.csv")
-
-
-def has_test(root: Path, has_masks: bool) -> bool:
-    """Return whether there is DIR/test, or of lists DIR/test.csv."""
-    if has_lists(root):
-        return find_list(root, "test") is not None
-    return "test" in places.find_places(root, has_masks, ["train", "test"])
 
 
 def find_parts(
@@ -288,15 +292,20 @@ def read_parts(
             "--skip-broken writes lists without broken images; take out what else it names"
         )
     parts = {}
+    table = root / "groups.csv"
     if not has_lists(root):
         read = match_pairs if has_masks else read_class_folders
         for part, place in places.find_places(root, has_masks, wanted).items():
-            parts[part] = add_groups(read(place, note), root / "groups.csv", note)
+            parts[part] = add_groups(read(place, note), table, note)
         return parts
     for part in wanted:
         path = find_list(root, part)
         if path:
             parts[part] = read_list(path, COLUMNS[has_masks], note)
+    if table.exists() and not has_groups(parts["train"]):
+        distributed.print0(
+            f"{table}: not used beside lists; give them a column group instead"
+        )
     return parts
 
 

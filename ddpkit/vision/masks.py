@@ -117,8 +117,8 @@ def read_classes(path: Path) -> Labels:
 
 def find_list(folder: Path) -> Path | None:
     """Return the file in `folder` in which another program lists the classes of masks."""
-    names = sorted(each.name for each in folder.iterdir())
-    return next((folder / name for name in names if OTHER_LISTS.fullmatch(name)), None)
+    found = (each for each in folder.iterdir() if OTHER_LISTS.fullmatch(each.name))
+    return min(found, default=None)
 
 
 def read_lines(path: Path) -> list[str]:
@@ -210,7 +210,10 @@ def lazy_mask(
     _refuse_changed(path, image)
     if image.mode == "RGB" or (image.mode == "P" and labels.kind == 3):
         image = image.convert("RGBA")  # transparent where the file says so of a colour
-    _refuse_clear(path, image)
+    if images.is_clear(image):
+        raise UserError(
+            f"{path}: a mask with transparent pixels; save it without transparency"
+        )
     if image.mode == "RGBA":
         return LazyMask(
             _as_keys(np.asarray(image)), ColorLegend(path, labels).translate
@@ -274,16 +277,6 @@ def _refuse_changed(
     if kind in LOSSY:
         raise UserError(
             f"{path}: {kind} has changed the values of this mask; save masks as PNG"
-        )
-
-
-def _refuse_clear(
-    path: str,
-    image: Image.Image,
-) -> None:
-    if images.is_clear(image):
-        raise UserError(
-            f"{path}: a mask with transparent pixels; save it without transparency"
         )
 
 

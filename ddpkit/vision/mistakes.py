@@ -188,9 +188,8 @@ class Mistakes:
         losses = {index: f"{loss:.4g}" for loss, index in shown if index >= 0}
         if not losses:
             return
-        captions = {}
-        for number, (index, loss) in enumerate(losses.items(), 1):
-            captions[index] = f"{number}.  loss {loss}"
+        numbered = enumerate(losses.items(), 1)
+        captions = {index: f"{n}.  loss {loss}" for n, (index, loss) in numbered}
         examples = self.draw_examples(folder / "worst.png", captions)
         # the files that worst.png shows, in its order
         columns = ["path", "label", "prediction", "loss"]

@@ -262,24 +262,17 @@ def draw_legend(
     figure: "Figure",
     classes: Sequence[str],
     present: set[int],
-    black: str = "",
 ) -> None:
-    """Draw the colours of the classes in `present`; numbers that are no class stand for void.
-
-    black: what is said of black ones, which are left out without it.
-    """
+    """Draw the colours of classes in `present`, but for black; numbers of none stand for void."""
     from matplotlib.patches import Patch
 
     colors = colors_of(classes, 256) / 255
     entries = []
     for i in sorted({min(number, len(classes)) for number in present}):
         name = clip(classes[i]) if i < len(classes) else "void"
-        if not colors[i].any():
-            if not black:
-                continue
-            name += f" ({black})"
         label = f" {name}"  # a leading underscore would leave an entry out
-        entries.append(Patch(facecolor=colors[i], edgecolor="black", label=label))
+        if colors[i].any():
+            entries.append(Patch(facecolor=colors[i], edgecolor="black", label=label))
     figure.legend(
         handles=entries, loc="outside lower center", ncols=8, fontsize=9, frameon=False
     )

@@ -166,7 +166,7 @@ def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
     if folder and masks and folder != masks.parent and any_image(folder):
         return Place(folder, masks)
     alone = folder or images
-    if alone and any(is_beside(name) for name in images_in(alone)):
+    if alone and any(map(is_beside, filter(is_image, os.listdir(alone)))):
         return Place(alone, alone)
     if folder:
         refuse_unknown(root, folder, has_masks=True)
@@ -182,8 +182,10 @@ def find_masks_of(root: Path, roles: Roles, part: str) -> Place | None:
 def find_classes_of(root: Path, roles: Roles, part: str) -> Place | None:
     """Return where the class folders of a part are, or of none, if they are there."""
     folder = choose_folder(root, roles, part) if part else root
-    if folder and has_kinds(folder):
-        refuse_unknown(root, folder, has_masks=False)
+    if folder:
+        kinds = {role_of(each.name) for each in inner_folders(folder)}
+        if kinds >= {Role("", "images"), Role("", "masks")}:
+            refuse_unknown(root, folder, has_masks=False)
     if part:
         return Place(folder) if folder else None
     names = [each.name for each in inner_folders(root)]
@@ -200,12 +202,6 @@ def find_classes_of(root: Path, roles: Roles, part: str) -> Place | None:
     return Place(root, is_flat=True)
 
 
-def has_kinds(folder: Path) -> bool:
-    """Return whether there are folders of images and of masks, whichever is meant."""
-    roles = {role_of(each.name) for each in inner_folders(folder)}
-    return roles >= {Role("", "images"), Role("", "masks")}
-
-
 def inner_folders(folder: Path) -> list[Path]:
     """Return the folders in `folder` that are not hidden, sorted."""
     if not folder.exists():
@@ -220,11 +216,6 @@ def inner_folders(folder: Path) -> list[Path]:
         for each in folder.iterdir()
         if each.is_dir() and not each.name.startswith(".")
     )
-
-
-def images_in(folder: Path) -> list[str]:
-    """Return the names of the image files in `folder` itself, sorted."""
-    return sorted(filter(is_image, os.listdir(folder)))
 
 
 def any_image(folder: Path) -> bool:
@@ -245,13 +236,6 @@ def is_beside(name: str) -> bool:
 def refuse_unknown(root: Path, folder: Path, has_masks: bool) -> NoReturn:
     """Raise a UserError that says what `folder`, in `root`, has, and what is expected."""
     inner = [each.name for each in inner_folders(folder)]
-    if not has_masks and not inner and images_in(folder):
-        parent = folder.parent
-        beside = {each.parent for each in parent.glob("*/*") if is_image(each.name)}
-        if len(beside) > 1:
-            raise UserError(
-                f"{folder} holds images but no class folders: did you mean --data {parent}?"
-            )
     there = inner + sorted({*os.listdir(folder)} - {*inner})
     raise UserError(
         f"{folder}: unknown layout: it has {shorten(there) or 'nothing'}; {TASKS[has_masks]} "

@@ -63,15 +63,12 @@ def open_model(
         format = Format(**state["format"])
         with networks.offline():  # a stranger's checkpoint may name any network
             model = build_model(args, state["classes"], state["channels"])
-    except UserError as error:
-        raise UserError(f"{path}: {error.line}", error.code) from None
-    except Exception as error:  # of a library that takes the name, or of its hub
-        fault = starting.explain_network(error)
-        if not fault:
+    except Exception as error:
+        # or of a library that takes the name
+        fault = starting.explain_network(error) or error
+        if not isinstance(fault, UserError):
             raise
-        raise UserError(
-            f"{path}: {fault.line}; if it is on the hub and you trust it, download it first"
-        ) from None
+        raise UserError(f"{path}: {fault.line}", fault.code) from None
     checkpoint.load_weights(model, state)
     model = uncompiled(model)  # a compiled one would compile for each size
     model = model.eval().to(device)
@@ -226,7 +223,7 @@ class Predictor:
             for kind in ("masks", "overlays"):
                 (output / kind).mkdir(parents=True, exist_ok=True)
             with drawing(output / "legend.png") as figure:
-                draw_legend(figure, self.classes, set(range(256)), "not tinted")
+                draw_legend(figure, self.classes, set(range(256)))
 
         def write_mask(path: str, image: Tensor, mask: Tensor) -> None:
             mark()
@@ -269,10 +266,3 @@ class Tolerant(Dataset):
             return path, self.read(open_image(path, self.format))
         except UserError as error:
             return path, str(error)
-        except (AttributeError, KeyError, TypeError) as error:
-            # such as one that flips image and mask together
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(
-                "val_transform in dataset.py must accept an image without a target, as in "
-                f"predict.py ({reason})"
-            ) from error

@@ -82,12 +82,11 @@ def load_pretrained(
     if not isinstance(tensors, str):
         copy_matching(model, tensors, name)
         return
-    fault = tensors
     if not is_auto:
-        raise UserError(fault)
+        raise UserError(tensors)
     distributed.print0(
-        f"{fault}; training from scratch, which --freeze-backbone would ruin; for weights without "
-        "a network: python recipes/imagenet.py"
+        f"{tensors}; training from scratch, which --freeze-backbone would ruin; for weights "
+        "without a network: python recipes/imagenet.py"
     )
 
 

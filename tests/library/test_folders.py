@@ -6,6 +6,7 @@ import io
 import os
 import shutil
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -453,7 +454,7 @@ def test_layouts_in_doubt(drawn: Callable) -> None:
     listed = next((data / "train").glob("*/*"))
     with refusal("places.inner_folders", listed, "a file"):
         find("labels", listed)
-    with refusal("places.refuse_unknown", f"did you mean --data {data / 'train'}?"):
+    with refusal("places.refuse_unknown", "expects DIR/train/CLASS/*.jpg"):
         find("labels", listed.parent)
     with refusal("places.inner_folders", f"none: no such folder in {Path.cwd()}"):
         find("labels", Path("none"))
@@ -657,6 +658,45 @@ def test_folds_and_groups() -> None:
         folders.split(grouped, Path("/d"), (9, 9))
 
 
+def series(label: int, groups: range, of_all: str = "") -> list[tuple[str, int, str]]:
+    """Three images of each group; of_all: begins the names of groups that classes share."""
+    return [
+        (f"/d/{label}/{group}-{n}.jpg", label, f"{of_all or label} {group}")
+        for group in groups
+        for n in range(3)
+    ]
+
+
+def test_groups_by_class() -> None:
+    """Of each class as many groups are held out; those of several classes are drawn apart."""
+    samples = series(0, range(2)) + series(1, range(5)) + series(2, range(20))
+    mixed = series(0, range(10), "mixed") + series(1, range(10), "mixed")
+    root = Path("/d")
+
+    def held(fold: tuple[int, int] | None = None) -> Counter:
+        _, val = folders.split([*mixed, *samples], root, fold)
+        _, same = folders.split([*samples[::-1], *mixed[::-1]], root, fold)
+        assert val == same
+        return Counter(group.split()[0] for _, _, group in val)
+
+    assert held() == {"0": 3, "1": 3, "2": 9, "mixed": 12}
+    folds = [held((part, 5)) for part in range(1, 6)]
+    assert [fold["1"] for fold in folds] == [3] * 5
+    assert [fold["2"] for fold in folds] == [12] * 5
+    assert [fold["mixed"] for fold in folds] == [12] * 5
+    # the two groups of a class are in two folds
+    assert sorted(fold["0"] for fold in folds) == [0, 0, 0, 3, 3]
+    # small classes do not all begin with the first fold
+    small = [each for label in range(6) for each in series(label, range(3))]
+    folds = [len(folders.hold_out(small, root, (part, 6))) for part in range(1, 7)]
+    assert folds == [9] * 6
+    # each class is one group: none can have both
+    alone = [each for label in range(3) for each in series(label, range(1))]
+    words = "9 images for training are too few to split in whole groups; add more of each class, "
+    with refusal("folders.split", words):
+        folders.split(alone, root)
+
+
 def name_groups(data: Path, per_group: int) -> None:
     """Write groups.csv: so many images, in turn, are of one group."""
     paths = sorted(data.glob("*/images/*")) or sorted(data.glob("*/*/*"))
@@ -685,7 +725,7 @@ def test_groups_of_folders(drawn: Callable, kind: str) -> None:
     said, (train, val, _) = lines_of(kind, data)
     assert f" of 53 images held out in whole groups (no {data / 'val'})\n" in said
     groups = [{sample[2] for sample in part} for part in (train, val)]
-    assert len(groups[1]) == 2
+    assert len(groups[1]) == (2 if kind == "masks" else 5)
     assert not groups[0] & groups[1]
     assert len(train) + len(val) == 53
     table = data / "groups.csv"
@@ -694,6 +734,24 @@ def test_groups_of_folders(drawn: Callable, kind: str) -> None:
     line = f"has no row for 1 images, such as {data / last.split(',')[0]}; add one for each"
     with refusal("folders.add_groups", line):
         find(kind, data)
+
+
+def test_groups_beside_lists(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """What is not read is named, with what to do, unless the lists have groups."""
+    lines = {"groups": ["file,group"], "train": ["file,label"], "both": []}
+    lines["both"] = ["file,label,group"]
+    for number in range(8):
+        (tmp_path / f"{number}.jpg").touch()
+        own = f"{number}.jpg", "ab"[number % 2], str(number // 2)
+        lines["groups"].append(f"{own[0]},{own[2]}")
+        lines["train"].append(f"{own[0]},{own[1]}")
+        lines["both"].append(",".join(own))
+    (tmp_path / "groups.csv").write_text("\n".join(lines["groups"]))
+    words = f"{tmp_path}/groups.csv: not used beside lists; give them a column group instead\n"
+    for name, count in ("train", 1), ("both", 0):
+        (tmp_path / "train.csv").write_text("\n".join(lines[name]))
+        folders.find_labelled(tmp_path)
+        assert capsys.readouterr().out.count(words) == count
 
 
 @on_ranks(1)

@@ -243,8 +243,8 @@ def test_masks(
             {},
             ["colour 0 0 4 in 1 pixels", "void = 0 0 4"],
         ),
-        ("refuse_clear", COLORED, CLEAR, {}, ["transparent"]),
-        ("refuse_clear", COLORED, ROW, {"transparency": (1, 2, 3)}, ["transparent"]),
+        ("lazy_mask", COLORED, CLEAR, {}, ["transparent"]),
+        ("lazy_mask", COLORED, ROW, {"transparency": (1, 2, 3)}, ["transparent"]),
         (
             "translate",
             ["a = 0 0 0", "b = 9 9 9"],
@@ -275,7 +275,7 @@ def test_masks(
         ),
         ("refuse_changed", NAMES, [0, 1], {"name": "x.avif"}, ["AVIF"]),
         (
-            "refuse_clear",
+            "lazy_mask",
             COLORED,
             [2, 0, 1],
             {"palette": PALETTE, "transparency": 1},

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -373,7 +374,10 @@ def test_frozen_features(project: Project, few: Path, tmp_path: Path) -> None:
     script = "recipes/frozen.py"
     flags = project.flags(few, tmp_path / "out")
     done = project.run(flags, "--weights", weights, script=script, on=1).ok()
-    counts, head, *table, best = done.out.splitlines()[-8:]
+    lines = done.out.splitlines()
+    at = lines.index("26 training + 6 validation images | 1024 features")
+    counts, head, *table, shown = lines[at : at + 8]
+    best = lines[-1]
     assert counts == "26 training + 6 validation images | 1024 features"
     assert head.split() == ["C", "top1", "balanced", "accuracy"]
     scores = {row.split()[0]: row.split()[1] for row in table}
@@ -381,7 +385,36 @@ def test_frozen_features(project: Project, few: Path, tmp_path: Path) -> None:
     highest = max(scores, key=lambda name: float(scores[name]))
     expected = f"done: best top1 {scores[highest]} with C {highest}, after "
     assert best.startswith(expected)
-    assert not (tmp_path / "out").exists()
+    assert shown == f"C {highest}, 6 validation images:"
+    top1 = scores[highest]
+    assert ["class", "images", "precision", "recall", "f1"] in map(str.split, lines)
+    assert ["top1", top1] in map(str.split, lines)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["frozen"]
+
+    def predicted() -> tuple[set[str], float]:
+        """The folders of the images in predictions.csv, and the share of those that are right."""
+        with open(tmp_path / "out/frozen/eval/predictions.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        right = [row["label"] == row["prediction"] for row in rows]
+        parts = {Path(row["path"]).parent.parent.name for row in rows}
+        return parts, sum(right) / len(right)
+
+    parts, share = predicted()
+    assert parts == {"val"}
+    assert f"{share:.4f}" == top1
+    # the test set is not what C is chosen on
+    own = shutil.copytree(few, tmp_path / "own")
+    shutil.copytree(own / "train", own / "test")
+    flags = project.flags(own, tmp_path / "out")
+    words = "--weights", weights, "--eval-only", "test"
+    lines = project.run(flags, *words, script=script, on=1).ok().out.splitlines()
+    at = lines.index(counts)
+    assert lines[at : at + 7] == [counts, head, *table]
+    assert lines[at + 7] == f"C {highest}, 26 test images:"
+    assert lines[-1].startswith(expected)
+    parts, share = predicted()
+    assert parts == {"test"}
+    assert ["top1", f"{share:.4f}"] in map(str.split, lines)
     done = project.run(flags, script=script, on=1)
     done.refused("frozen.load", "--weights none: ", "recipes/imagenet.py")
     project.run(flags, script=script, on=2).refused("frozen.main", "one process")

@@ -129,7 +129,6 @@ class Survey:
         self.meant: Meant = {}
         self.mixed: list[str] = []  # masks that mean something else
         self.turned: list[str] = []
-        self.several = False  # classes in an image
         # of masks with values 1 to N their N; 0 of others
         self.largest: set[int] = set()
         # part, path and labels by digest
@@ -148,16 +147,32 @@ class Survey:
         try:
             # the lines about the others have been printed
             with contextlib.redirect_stdout(io.StringIO()):
-                if folders.has_test(self.root, self.has_masks):
-                    # training's samples come first, once more
-                    samples["test"] = find(self.root, "test", note=noted.append)[1]
+                # training's samples come first, once more
+                samples["test"] = find(self.root, "test", note=noted.append)[1]
         except UserError as error:  # training does without
-            self.warnings.append(f"the test set is not read: {error.line}")
+            if error.code != "folders.find_parts":  # else there is none
+                self.warnings.append(f"the test set is not read: {error.line}")
         others = [*val, *samples.get("test", ())]
         self.errors += folders.find_leaks(self.root, train, others)
         # of training twice
         self.left_over = list(dict.fromkeys(error.line for error in noted))
         return samples
+
+    def note_classes(self) -> None:
+        """Note which classes the split leaves without images for training, or for validation."""
+        lacking = []
+        for number, name in enumerate(self.classes):
+            if not self.images["train"][number]:
+                self.errors.append(
+                    f"{self.root}: class {name} of val is not in the training set; add images of "
+                    "it, or choose those of val"
+                )
+            elif not self.images["val"][number]:
+                lacking.append(name)
+        if lacking and self.images["val"]:
+            self.warnings.append(
+                f"no validation images of {shorten(lacking)}: their accuracy is not measured"
+            )
 
     def read_all(self, format: Format, workers: int) -> None:
         """Read every sample, in so many processes."""
@@ -183,7 +198,9 @@ class Survey:
                     self.add_facts(facts)
                 bar.update(len(chunk))
         for part in self.small.keys() - {"train"}:
-            self.warnings += alike.find_alike(self.small["train"], self.small[part])
+            self.warnings += alike.find_alike(
+                self.small["train"], self.small[part], len(self.classes)
+            )
         self.errors += self.mixed[:1]  # one for the whole set
         if self.turned:
             self.warnings.append(
@@ -192,6 +209,8 @@ class Survey:
             )
         if self.has_masks:
             self.name_classes(labels)
+        else:
+            self.note_classes()
 
     def add_facts(self, facts: Facts) -> None:
         part = facts.part
@@ -204,7 +223,6 @@ class Survey:
         self.images[part].update(facts.counts.keys())
         if part == "train":
             self.moments += facts.moments
-        self.several |= len(facts.counts) != 1
         if facts.is_turned:
             self.turned.append(path)
         values = facts.counts.keys() - {0, VOID}
@@ -282,11 +300,7 @@ class Survey:
             ends = dict.fromkeys(by_area[:1] + by_area[-1:])
             text = " to ".join(f"{width} x {height}" for width, height in ends)
             yield f"{part:10}{len(sizes)} images; width x height: {text or 'none'}"
-        unit = "images"
-        if self.has_masks:
-            unit = "pixels"
-        elif self.several:
-            unit += ", which have several labels or none"
+        unit = "pixels" if self.has_masks else "images"
         yield f"classes   images, % of {unit}: {', '.join(self.images)}"
         names = dict(enumerate(self.classes))
         if self.has_masks:
@@ -344,33 +358,29 @@ def main(argv: Sequence[str] | None = None) -> None:
 def sort_out_broken(survey: Survey, skip: bool) -> None:
     """Note what cannot be used as errors; or `skip` it, by lists without it, with warnings."""
     unused = [*survey.left_over, *survey.broken.values()]
-    if skip and unused:
-        try:
-            write_lists(survey)
-        except UserError as error:
-            survey.errors.append(f"{error.line}; --skip-broken needs that")
-        else:
-            survey.warnings += [f"left out: {line}" for line in unused]
-            return
-    survey.errors += unused
-
-
-def write_lists(survey: Survey) -> None:
-    """Write DIR/train.csv and the others, without images that cannot be used.
-
-    Raises a UserError, before anything is written, if lists cannot be the same set without them.
-    """
-    with contextlib.redirect_stdout(io.StringIO()):  # said already
-        tables = make_lists(survey)
+    if not (skip and unused):
+        survey.errors += unused
+        return
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # said already
+            tables = make_lists(survey)
+    except UserError as error:
+        survey.errors += [f"{error.line}; --skip-broken needs that", *unused]
+        return
     for path, rows in tables.items():
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)
         files.save_text(path, text.getvalue())
         distributed.print0(f"{path}: {len(rows) - 1} images, which training reads")
+    survey.warnings += [f"left out: {line}" for line in unused]
 
 
 def make_lists(survey: Survey) -> dict[Path, list[list[str]]]:
-    """Return the rows of each list, by its path: of the old one, or of what folders have."""
+    """Return the rows of each list without what cannot be used, by its path.
+
+    Rows are those of the old one, or of what folders have. Raises a UserError if lists cannot be
+    the same set without the rest.
+    """
     root = survey.root
     has_masks = survey.has_masks
     for line in survey.left_over:

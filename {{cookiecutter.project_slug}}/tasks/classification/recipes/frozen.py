@@ -2,11 +2,16 @@
 
     python recipes/frozen.py --data DIR --arch timm/NAME --weights FILE --image-size 128
 
+Prints top1 on the validation set for each C, and for the best C a table of the classes: precision,
+recall and f1, with their images. Writes predictions.csv, per_class.csv and images of that C to
+frozen/eval in --output-dir, as --eval-only of main.py does. --eval-only test: chooses C on the
+validation set, and evaluates it on the test set.
+
 The flags are those of main.py; --epochs and others that concern training have no effect. Splits,
 image size and normalisation are those of a training, and training images are seen as those of
 validation, without augmentation. The features of an image are timm's, mean and maximum over the
 image; of torchvision's models, what the last layer gets. C is as in scikit-learn: a smaller one is
-a stronger L2 penalty. Uses one process, and saves nothing.
+a stronger L2 penalty. Uses one process, and saves no checkpoint.
 """
 
 import sys
@@ -29,8 +34,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ddp
-from dataset import build_datasets, val_transform
-from model import build_model, check_flags
+from dataset import build_datasets, draw_example, val_transform
+from model import build_metrics, build_model, check_flags
 
 PENALTIES = 0.001, 0.003, 0.01, 0.03, 0.1  # C
 
@@ -42,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if dist.get_world_size() > 1:
         raise ddpkit.UserError("frozen.py is for one process: start it with python")
     check_flags(args, args.weights)
+    part = args.eval_only
+    args.eval_only = None  # C is chosen on the validation set
     train_set, val_set, classes = build_datasets(args)
     if args.several_labels:
         raise ddpkit.UserError(
@@ -49,16 +56,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--freeze-backbone"
         )
     train_set.transform = val_transform(args.image_size, args.crop)
-    train_loader, val_loader = (
+    test_set = val_set
+    if part == "test":
+        args.eval_only = part
+        _, test_set, _ = build_datasets(args)
+    train_loader, val_loader, test_loader = (
         ddpkit.val_loader(
             each, args.batch_size, classes=classes, seed=args.seed, workers=args.workers
         )
-        for each in (train_set, val_set)
+        for each in (train_set, val_set, test_set)
     )
     model = load(args, classes, val_loader.channels).to(device)
     model = model.to(memory_format=ddp.memory_layout(device))
-    inputs, labels = features(model, train_loader)
-    val_inputs, val_labels = features(model, val_loader)
+    inputs, labels, _ = features(model, train_loader)
+    val_inputs, val_labels, indices = features(model, val_loader)
     deviation, mean = torch.std_mean(inputs, 0, correction=0)
     deviation[deviation < 1e-6] = 1  # features that are always zero
     inputs = (inputs - mean) / deviation
@@ -67,10 +78,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{counts} | {inputs.shape[1]} features")
     print(f"{'C':<8}{'top1':<8}{'balanced accuracy'}", flush=True)
     scores = {}
+    found = {}
     # the last row has the biases; each C continues from the one before
     weights = inputs.new_zeros(inputs.shape[1] + 1, len(classes))
     for penalty in PENALTIES:
-        weights = fit(inputs, labels, penalty, weights)
+        weights = found[penalty] = fit(inputs, labels, penalty, weights)
         is_right = (logits(val_inputs, weights).argmax(1) == val_labels).double()
         scores[penalty] = is_right.mean().item()
         recalls = [
@@ -79,6 +91,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         balanced = torch.stack(recalls).mean()
         print(f"{penalty:<8g}{scores[penalty]:<8.4f}{balanced:.4f}", flush=True)
     best = max(scores, key=scores.__getitem__)
+
+    def predict(model: nn.Module, images: Tensor) -> Tensor:
+        return logits((extract(model, images).cpu() - mean) / deviation, found[best])
+
+    name = "validation"
+    if part == "test":
+        name = part
+        val_loader = test_loader
+        val_inputs, val_labels, indices = features(model, val_loader)
+        val_inputs = (val_inputs - mean) / deviation
+    print(f"C {best:g}, {len(val_labels)} {name} images:", flush=True)
+    outputs = logits(val_inputs, found[best])
+    metrics = build_metrics(args, classes)
+    metrics.update(outputs, val_labels)
+    worst = ddpkit.TopLosses(outputs.device, every=True)
+    worst.update(outputs, val_labels, indices)
+    folder = args.output_dir / "frozen"
+    report = ddpkit.Reporter(folder, 0, classes, predict=predict, draw=draw_example)
+    evaluation = *ddpkit.compute_metrics(metrics), worst.compute()
+    report.write_evaluation(evaluation, model, val_loader, args.json)
     seconds = time.monotonic() - begin
     print(f"done: best top1 {scores[best]:.4f} with C {best:g}, after {seconds:.0f} s")
 
@@ -98,14 +130,16 @@ def load(args: Namespace, classes: Sequence[str], channels: int) -> nn.Module:
 
 
 @torch.no_grad()
-def features(model: nn.Module, loader: DataLoader) -> tuple[Tensor, Tensor]:
-    """Return the features of all images, float32 (images, features), and their labels."""
+def features(model: nn.Module, loader: DataLoader) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the features of all images, float32 (images, features), their labels and indices."""
     rows = []
     labels = []
-    for images, targets, *_ in ddpkit.eval_batches(loader, model):
+    indices = []
+    for images, targets, *_, numbers in ddpkit.eval_batches(loader, model):
         rows.append(extract(model, images).float().cpu())
         labels.append(targets.cpu())
-    return torch.cat(rows), torch.cat(labels)
+        indices.append(numbers.cpu())
+    return torch.cat(rows), torch.cat(labels), torch.cat(indices)
 
 
 def extract(model: nn.Module, images: Tensor) -> Tensor:
