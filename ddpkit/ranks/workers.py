@@ -82,7 +82,8 @@ class Worker(FORKS.Process):
 
     def has_died(self) -> bool:
         """Return whether it has ended though its rank did not ask it to; do not reap it."""
-        return not self.is_over() and not process.is_running(self.pid)
+        # in this order: until it has ended it may write its note
+        return not process.is_running(self.pid) and not self.is_over()
 
     def end(self) -> str:
         """Return how it has died."""

@@ -23,7 +23,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from ddpkit.data import loading
 from ddpkit.data.samples import Key, Seeded
-from ddpkit.ranks import failures, handlers
+from ddpkit.ranks import failures, handlers, process, workers
 
 FILES = "too many files are open: raise the limit (ulimit -n)"
 PROCESSES = "no more processes or threads can be started: raise the limit (ulimit -u"
@@ -184,6 +184,23 @@ def test_workers_whose_end_torch_does_not_see(tmp_path, how):
     done = load(tmp_path, in_worker=act, in_rank=swallow)
     done.failed("", "at sample 0, 0.jpg has ended with ", words)
     assert {path.name for path in tmp_path.iterdir()} == {"said.out", "said.err"}
+
+
+def test_a_worker_that_ends_as_its_rank_looks(monkeypatch):
+    """It has done all, just before it is found to have ended: that is no fault."""
+    worker = workers.Worker(target=int)
+    worker.start()
+    worker.join()
+    assert workers.find_fault() is None
+    assert worker.note[:4] == workers.OVER
+    worker.note[:4] = bytes(4)
+
+    def ends(_: int) -> bool:
+        worker.note[:4] = workers.OVER
+        return False
+
+    monkeypatch.setattr(process, "is_running", ends)
+    assert workers.find_fault() is None
 
 
 def test_a_long_folder_for_temporary_files(tmp_path):
