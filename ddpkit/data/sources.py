@@ -14,7 +14,7 @@ from ddpkit.data.normalizing import find_format, format_of, move, unpack
 from ddpkit.data.other_loaders import OtherSource, check_share, drawn, numbered
 from ddpkit.data.samples import Key
 from ddpkit.errors import UserError
-from ddpkit.ranks import distributed, replicas, stopping
+from ddpkit.ranks import replicas, stopping
 
 # of networks that `eval_batches` was given, which weights
 judged: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
@@ -124,19 +124,3 @@ def check_formats(train_loader: object, val_loader: object) -> None:
         f"{val.keys()} of {NAME} ({{}}: ImageNet's mean and std): give both datasets the "
         "same `format`"
     )
-
-
-def say_floats(batch: object, val_loader: object) -> None:
-    """Print a line if images of training are floats, and those of validation uint8.
-
-    batch: of training, as its loader gives it.
-    """
-    images = unpack(batch)[0]
-    if images.dtype == torch.uint8:
-        return
-    if any(batch[0].dtype == torch.uint8 for batch in First(val_loader)):
-        mean, std = format_of(val_loader).statistics
-        distributed.print0(
-            "training images are floats, used as they are, validation images uint8, normalised by "
-            f"mean {mean} and std {std}: fine if the floats are normalised in the same way"
-        )

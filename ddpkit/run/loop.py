@@ -515,8 +515,6 @@ class Run(Checkpoints):
         format = normalizing.format_of(self.train_loader)
         some = list(itertools.islice(found, passes))
         while some:
-            if not self.first_steps.ended:
-                sources.say_floats(some[0], self.val_loader)
             how = self.accumulate, self._take_passes
             yield self.done, Passes(some, self.device, format, *how)
             some = list(itertools.islice(found, passes))
