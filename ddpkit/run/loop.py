@@ -323,10 +323,16 @@ class Run(Checkpoints):
         """Read this one from here on; a run that resumes with others starts its epoch over."""
         if loader is not self.train_loader:
             agreement.check_alike(self.classes, training=loader)
+            steps = self.source.steps
             self.source = sources.find_source(
                 loader, self.val_loader, self.accumulate, self.seed
             )
             self.train_loader = loader
+            if steps != self.source.steps:
+                distributed.print0(
+                    f"this loader has {self.source.steps} steps per epoch, the one before "
+                    f"{steps}: a learning-rate schedule over all steps ends earlier or later"
+                )
         place = self._place()
         if self.seen and self.step == self.first_step:  # it goes on in this epoch
             self._compare_places(place)
