@@ -869,6 +869,7 @@ def test_recipes_of_shell(tmp_path: Path) -> None:
                 path.rename(patients / path.name)
             (patients / "train").rmdir()
             (patients / "dog/p0_dog.0.jpg").rename(patients / "dog/c, d.jpg")
+            (patients / "dog/p1_dog.1.jpg").rename(patients / "dog/p2_dog.1.jpg")
         run_recipe("Group k-fold", 1, tmp_path)
         train, val, _ = folders.find_labelled(patients)
         names = sorted(Path(sample[0]).name for sample in train + val)
