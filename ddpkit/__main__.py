@@ -61,7 +61,12 @@ def where() -> None:
 def copy() -> None:
     """Copy the installed ddpkit into the project, which uses it until you remove it."""
     Parser(prog="python -m ddpkit copy", description=copy.__doc__).parse_args()
-    target = process.project() / "ddpkit"
+    project = process.project()
+    if not (project / "main.py").is_file():
+        raise ddpkit.UserError(
+            f"no main.py in {project}: run this in the project's folder"
+        )
+    target = project / "ddpkit"
     if target.exists():
         raise ddpkit.UserError(f"{target} already exists; remove it to copy again")
     own = version.FOLDER  # the installed one, as there is no other

@@ -21,8 +21,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddpkit import files
 from ddpkit.errors import UserError, drop_unprinted
+from ddpkit.files import keep_open
 from ddpkit.ranks.protocol import (
     DEBUGGED_LAUNCHER,
     KILL,
@@ -217,7 +217,7 @@ def make_socket_folder(rank: Any) -> None:
     if pid not in _folders:
         around = os.path.dirname(os.environ.get(STORE, ""))
         _folders[pid] = folder = tempfile.mkdtemp(prefix="ddp-", dir=around or None)
-        rank._config["tempdir"] = files.keep_open(folder, os.O_RDONLY)
+        rank._config["tempdir"] = keep_open(folder, os.O_RDONLY)
         atexit.register(remove_folders)
 
 
