@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ddpkit import files
 from ddpkit.data import samples
 from ddpkit.data.loading import Loader
 from ddpkit.errors import UserError
@@ -55,7 +56,7 @@ def code() -> dict[str, int]:
     """Return a checksum of each file that is imported of the project, and one of ddpkit."""
     sums = {}
     for name, module in modules().items():
-        sums[name] = zlib.crc32(Path(str(module.__file__)).read_bytes())
+        sums[name] = zlib.crc32(files.read_file(str(module.__file__)))
     library = sorted(FOLDER.rglob("*.py"))
     sums["ddpkit"] = zlib.crc32(b"".join(path.read_bytes() for path in library))
     return sums
