@@ -29,7 +29,7 @@ WAITS = (1, 4)  # seconds between tries
 # The most bytes of an image, an array or JSON; of lists and other texts, whose lines take time.
 OF_DATA = 8 << 30
 OF_TEXT = 256 << 20
-# each as often as it is referred to
+# Letters and values, each as often as it is referred to.
 MOST_VALUES = 1 << 25
 MOST_BITS = 1000  # of an integer: larger ones are no floats
 # The place before what a spreadsheet would compute, also after the ; in some tables.
@@ -148,6 +148,8 @@ def check_size(path: Path | str, content: object) -> None:
     sizes: dict[int, int] = {}
 
     def size_of(value: object) -> int:
+        if isinstance(value, str | bytes):
+            return len(value)
         if isinstance(value, int) and value.bit_length() > MOST_BITS:
             return MOST_VALUES
         parts: list[object] = []

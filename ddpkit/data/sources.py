@@ -28,7 +28,14 @@ def find_source(
     Every rank has to call it.
     """
     for each in loader, val_loader:
-        if isinstance(each, Loader) and each.seeded.is_any:
+        if not isinstance(each, Loader):
+            continue
+        if each.is_train != (each is loader):
+            raise UserError(
+                "Run(...) takes ddpkit.train_loader(...) and then ddpkit.val_loader(...): these "
+                "are swapped"
+            )
+        if each.seeded.is_any:
             raise UserError(
                 "Run(...) needs loaders of images: pass classes=classes to ddpkit.train_loader and "
                 "val_loader"

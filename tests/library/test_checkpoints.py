@@ -672,7 +672,15 @@ def in_itself() -> list:
 
 
 @pytest.mark.parametrize(
-    "value", [nested(12), in_itself(), 10**400, [[10**5000]], {"a": nested(9)}]
+    "value",
+    [
+        nested(12),
+        in_itself(),
+        10**400,
+        [[10**5000]],
+        {"a": nested(9)},
+        ["x" * 2**20] * 64,
+    ],
 )
 @pytest.mark.parametrize("name", ["best", "args", "history", "optimizer", "format"])
 def test_what_would_not_end(value: object, name: str, tmp_path: Path) -> None:

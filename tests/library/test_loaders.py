@@ -522,6 +522,15 @@ def test_batches_of_both_kinds() -> None:
     assert found == [torch.uint8, torch.float32]
 
 
+def test_loaders_in_the_wrong_place() -> None:
+    data = Ours("a", 8)
+    train = loading.train_loader(data, 4, classes=2, workers=0)
+    val = loading.val_loader(data, 4, classes=2, workers=0)
+    sources.find_source(train, val, 1, 0)
+    with refusal("sources.find_source", "swapped"):
+        sources.find_source(val, train, 1, 0)
+
+
 class Sized(sets.Dataset):
     """A person's set: what it returns depends on an attribute, as if it were a transform."""
 
