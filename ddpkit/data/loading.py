@@ -120,10 +120,6 @@ class TrainSampler(Sampler[Key]):
         mine = dealt[..., self.here.start : self.here.stop].transpose(1, 2).flatten()
         return (Key(self.epoch, number) for number in mine.tolist())
 
-    def read_epoch(self, loader: Any, epoch: int, seen: int) -> Iterator:
-        """Return this rank's batches of `epoch`, without the first `seen` of its samples."""
-        return loader.raw(epoch, seen)
-
 
 class ValSampler(Sampler[list[Key]]):
     """A `batch_sampler` for evaluation: each sample once, whatever the number of ranks.

@@ -109,7 +109,6 @@ class OtherSource:
         note_seeded(loader)
         self.passes = accumulate  # of a step, on this rank
         self.virtual_ranks = 0
-        self.reading = Reading(seed)
         self.ranks = distributed.world_size()
         self.steps = count // accumulate
         if not self.steps:
@@ -129,10 +128,12 @@ class OtherSource:
             "sampler": f"{type(loader).__name__} by rank",
         }
 
-    def read_epoch(self, loader: Any, epoch: int, seen: int) -> Iterator:
-        """As TrainSampler's."""
+    def read_epoch(
+        self, reading: Reading, loader: Any, epoch: int, seen: int
+    ) -> Iterator:
+        """Return this rank's batches of `epoch`, without the first `seen` of its samples."""
         done = seen // self.global_batch * self.passes
-        batches = self.reading.rest(loader, epoch, done)
+        batches = reading.rest(loader, epoch, done)
         for _ in range(self.steps * self.passes - done):
             batch = next(batches, None)
             if batch is None:

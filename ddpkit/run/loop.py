@@ -511,14 +511,20 @@ class Run(Checkpoints):
         return self._turns(self._read_steps, networks, steps, self.source.virtual_ranks)
 
     def _read_steps(self) -> Iterator[tuple[int, Passes]]:
-        passes = self.source.passes
+        source = self.source
+        passes = source.passes
+        loader = self.train_loader
+        if isinstance(source, OtherSource):
+            batches = source.read_epoch(self.reading, loader, self.epoch, self.seen)
+        else:
+            batches = loader.raw(self.epoch, self.seen)
         found = self.report.progress(
-            self.source.read_epoch(self.train_loader, self.epoch, self.seen),
+            batches,
             self.epoch,
             passes=self.steps_left * passes,
             batch_size=self.batch_size,
         )
-        format = normalizing.format_of(self.train_loader)
+        format = normalizing.format_of(loader)
         some = list(itertools.islice(found, passes))
         while some:
             how = self.accumulate, self._take_passes

@@ -259,7 +259,8 @@ def numbers(batches: Iterator) -> list[int]:
 def trained_on(loader: Any, epoch: int = 0) -> list[list[int]]:
     """Which samples each rank takes in an epoch."""
     source = other_loaders.OtherSource(loader, accumulate=1, seed=3)
-    found = numbers(source.read_epoch(loader, epoch, 0))
+    reading = other_loaders.Reading(3)
+    found = numbers(source.read_epoch(reading, loader, epoch, 0))
     assert len(found) * distributed.world_size() <= source.total
     return distributed.gather_objects(found)
 

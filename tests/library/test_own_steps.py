@@ -8,9 +8,10 @@ import torch
 from generated import refusal
 from ranks import draw_nothing, on_ranks
 from test_decisions import CLASSES, Points, loaders
+from test_loaders import Shard, said
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 import ddpkit
 from ddpkit.ranks import distributed
@@ -282,3 +283,50 @@ def test_a_step_with_a_closure(tmp_path: Path) -> None:
         watch._check_step(optimizer, (), {})
     for hook in watch.hooks:
         hook.remove()
+
+
+@on_ranks(2)
+def test_a_loader_made_in_each_epoch(tmp_path: Path) -> None:
+    """Of ranks that have seeded torch each by its own number: resumed, its order is the same."""
+    mine = range(distributed.rank(), 40, 2)
+
+    def make() -> DataLoader:
+        return DataLoader(said(Shard(mine)), 2, shuffle=True)
+
+    def train(epochs: int, resume: str) -> list[float]:
+        """Return the order of the last epoch."""
+        torch.manual_seed(distributed.rank())
+        folder = ddpkit.RunFolder(tmp_path, resume)
+        folder.find_checkpoint()
+        net = nn.Sequential(nn.Flatten(), nn.Linear(Shard(mine)[0][0].numel(), 2))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        run = ddpkit.Run(
+            folder,
+            make(),
+            loaders(1)[1],
+            CLASSES,
+            model=net,
+            optimizer=optimizer,
+            report=ddpkit.Reporter(folder.path, epochs, CLASSES),
+            best="val_loss",
+        )
+        ddp_model = DistributedDataParallel(net)
+        order: list[float] = []
+        with run:
+            for _ in range(run.epoch, epochs):
+                order.clear()
+                for _, batches in run.steps(make(), ddp_model):
+                    ((images, targets),) = batches
+                    order += images[:, 0, 0, 0].tolist()
+                    nn.functional.cross_entropy(ddp_model(images), targets).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    run.end_step(0.0, 4)
+                run.means()
+                run.end_epoch({"val_loss": 0.0}, is_evaluated=False)
+        return order
+
+    whole = train(3, "never")
+    assert len(set(whole)) == 20
+    train(2, "never")
+    assert train(3, "auto") == whole
