@@ -120,6 +120,7 @@ def fork(
             for name in OWNED:
                 sys.modules.pop(name, None)
         know_packages()
+        process.project.cache_clear()
         act()
         status = 0
     except SystemExit as error:

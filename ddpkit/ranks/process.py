@@ -47,6 +47,7 @@ class End:
     error: BaseException | None = None  # for which it does
 
 
+@functools.cache  # to look for it takes 0.1 ms, and is asked for each imported module
 def project() -> Path:
     """Return the folder of the main.py that is imported as `main`; without one of the script.
 

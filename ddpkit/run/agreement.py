@@ -75,4 +75,5 @@ def modules() -> dict[str, ModuleType]:
 def own_path(file: str | None) -> str:
     """Return the path of a file of the project, in its repository; of ddpkit's, none."""
     path = process.within(process.repository(process.project()), file or "")
-    return "" if "ddpkit" in Path(path).parts else path
+    is_ours = path and "ddpkit" in Path(path).parts
+    return "" if is_ours else path
