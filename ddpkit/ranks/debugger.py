@@ -30,11 +30,11 @@ def find() -> None:
     if bundled:
         sys.path.append(os.path.dirname(bundled))
         return
-    remedy = "python -m pip install debugpy"
-    if os.environ.get("TERM_PROGRAM") == "vscode":
-        # Its extension begins with the first Python file, and only new terminals know it.
-        remedy = f"open main.py in VS Code, then a new terminal; or {remedy}"
-    raise UserError(f"--debug: no debugpy: {remedy}")
+    # VS Code's extension begins with the first Python file, and only new terminals know it
+    raise UserError(
+        "--debug: no debugpy: python -m pip install debugpy (in VS Code open main.py, then a new "
+        "terminal)"
+    )
 
 
 def follow() -> None:

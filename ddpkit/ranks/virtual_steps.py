@@ -53,7 +53,7 @@ class VirtualSteps:
         # On how many virtual ranks each weight had a gradient.
         self.counts = [0] * len(self.weights)
         # Sums of gradients, each of a number of neighbours: a power of two, but for the last.
-        self.sums: list[tuple[int, list[Tensor]]] = []
+        self.sums: list[list[Tensor]] = []
         self.state = ModuleState(self.modules)
         self.place = 0  # in `here`
         if len(self.here) > 1:
@@ -81,15 +81,16 @@ class VirtualSteps:
             gradients.append(weight.grad.detach().to_dense())
             self.counts[number] += 1
             weight.grad = None
-        size = 1
-        while self.sums and self.sums[-1][0] == size:
+        # As with carries when one counts in binary: after three, of 2 and of 1, comes that of 4.
+        taken = self.place
+        while taken % 2:
             gradients = self._with_last(gradients)
-            size *= 2
-        self.sums.append((size, gradients))
+            taken //= 2
+        self.sums.append(gradients)
 
     def _with_last(self, gradients: list[Tensor]) -> list[Tensor]:
         """Return the last of the sums with these added."""
-        _, before = self.sums.pop()
+        before = self.sums.pop()
         torch._foreach_add_(before, gradients)
         return before
 
@@ -97,7 +98,7 @@ class VirtualSteps:
     def end(self) -> None:
         """Give the weights the mean of the gradients of all virtual ranks; all have to call it."""
         self._take_gradients()
-        _, gradients = self.sums.pop()
+        gradients = self.sums.pop()
         while self.sums:  # of a number of virtual ranks that is no power of two
             gradients = self._with_last(gradients)
         if self.place:

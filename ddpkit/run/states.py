@@ -358,8 +358,7 @@ def fitted(
     then = saved["param_groups"]
     members = [set(group["params"]) for group in now]
     if members != [set(group["params"]) for group in then]:
-        counts = f"{sizes(then)} weights and have {sizes(now)}"
-        raise ValueError(f"parameter groups had {counts}, or different ones")
+        raise ValueError("its parameter groups had other weights")
     groups = []
     for number, (old, group) in enumerate(zip(then, now, strict=True)):
         kept = {key: group[key] for key in group.keys() & OF_THE_RUN}
@@ -383,10 +382,6 @@ def fitted(
         line = f"the saved optimizer has no state for {shorten(without)}, as if frozen"
         distributed.print0(f"{line}: it starts fresh there")
     return {**saved, "state": moments, "param_groups": groups}
-
-
-def sizes(groups: list[State]) -> str:
-    return " + ".join(str(len(group["params"])) for group in groups)
 
 
 def fitted_moments(values: State, weight: Tensor, is_fused: bool) -> State:
