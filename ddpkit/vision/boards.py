@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddpkit import files
 from ddpkit.run.file_names import EVENTS
-from ddpkit.vision.beside import Beside
+from ddpkit.vision.beside import beside
 
 
 class Board:
@@ -26,7 +26,6 @@ class Board:
         self._folder = folder
         self._first = done + 1
         self._process = os.getpid() if active else 0  # its thread is not in a fork
-        self._beside = Beside()
         self._writer: object = None
         # TensorBoard reads one file after the other, and at a mark in one it drops what
         # the files before have of later steps.
@@ -47,13 +46,11 @@ class Board:
         failed = f"{self._folder} gets no TensorBoard files"
         is_here = self.is_here()
         if is_here and not self._writer and name not in ("flush", "close"):
-            self._writer = self._beside(failed, self._open)
+            self._writer = beside(failed, self._open)
         if not is_here or not self._writer:
             return lambda *args, **named: None
         value = getattr(self._writer, name)
-        return (
-            functools.partial(self._beside, failed, value) if callable(value) else value
-        )
+        return functools.partial(beside, failed, value) if callable(value) else value
 
     def _open(self) -> object:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds

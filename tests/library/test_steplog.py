@@ -387,7 +387,10 @@ def test_the_reporter_closes_it(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_what_lies_beside_training(tmp_path: Path) -> None:
-    """Where a file cannot be written, or a drawing or a tracker fails: a line of each, once."""
+    """Where a file cannot be written, or a drawing or a tracker fails: a line of each, once.
+
+    Another Reporter in the same process says it, too.
+    """
     for folder in STEPS, "epochs":
         (tmp_path / folder).touch()
     (tmp_path / "metrics.csv").mkdir()
@@ -415,6 +418,8 @@ def test_what_lies_beside_training(tmp_path: Path) -> None:
         "steps gets no TensorBoard files",
         "the tracker did not accept a row",
     ]
+    Reporter(tmp_path, epochs=1, device=CPU).log_epoch({"top1": 0.5})
+    assert sum("metrics.csv was not written" in line for line in lines) == 2
 
 
 @on_ranks(2, group=False)
