@@ -49,9 +49,9 @@ from ddpkit.vision.mistakes import (
 )
 from ddpkit.vision.pictures import DrawExample
 from ddpkit.vision.rows import (
-    EpochLines,
     Row,
     as_digits,
+    epoch_lines,
     is_of_class,
     only_numbers,
     recorded_rows,
@@ -118,7 +118,7 @@ class Reporter:
         if distributed.any_debugged():
             tqdm.monitor_interval = 0  # its thread would be one more row in each rank
         self.bar: tqdm | None = None  # which starts a thread
-        self.lines = EpochLines(epochs, classes)
+        self.header = ""  # of the lines of epochs, as it was printed last
         self.began = time.monotonic()
         self.waited = 0.0
         self.images = 0  # in this epoch, of all ranks
@@ -431,8 +431,11 @@ class Reporter:
         seconds = time.monotonic() - self.began
         left = tqdm.format_interval((self.epochs - self.epoch) * seconds)
         best, _ = self.facts.get("best", ("", ""))
-        for line in self.lines.of_row(row, left, best, is_best):
-            distributed.print0(line)
+        header, line = epoch_lines(row, self.epochs, self.classes, left, best, is_best)
+        if header != self.header:
+            distributed.print0(header)
+        self.header = header
+        distributed.print0(line)
         numbers = only_numbers(row)
         wait = numbers.get("data_wait", 0)
         seconds = numbers.get("train_seconds", 0)
