@@ -586,15 +586,9 @@ class Reporter:
         beside("classes are not looked at", say_weak, self.folder, {name: best})
         script = process.project() / "predict.py"
         if script.is_file():
-            paths = [nearest(script), nearest(example)]
+            paths = map(os.path.relpath, (script, example))
             command = shlex.join(["python", *paths, "--checkpoint", checkpoint])
             distributed.print0(f"next: {command}")
-
-
-def nearest(path: Path | str) -> str:
-    """Return the path as it is written from here, unless that has to go up."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith(os.pardir) else relative
 
 
 def left_out(source: TrainSampler | OtherSource, batch_size: int) -> str:
