@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import re
+import resource
 import sys
 import warnings
 import zlib
@@ -236,16 +237,14 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
 
 
 def test_claims_of_arrays(tmp_path: Path) -> None:
-    """A header may claim any size: nothing is allocated for it."""
+    """A header may claim any size: one line says so, and no memory is used for it."""
     path = tmp_path / "x.npy"
     np.save(path, np.zeros((4, 4, 3), np.uint8))
     small = path.read_bytes()
 
-    def claim(shape: str) -> None:
-        text = (
-            f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".ljust(117)
-            + "\n"
-        )
+    def claim(shape: str, kind: str = "|u1") -> None:
+        text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}"
+        text = text.ljust(117) + "\n"
         path.write_bytes(
             small[:8] + (118).to_bytes(2, "little") + text.encode() + small[-48:]
         )
@@ -253,13 +252,20 @@ def test_claims_of_arrays(tmp_path: Path) -> None:
     format = Format(channels=3)
     claim("(4, 4, 3)")
     assert images.open_image(str(path), format).read().shape == (3, 4, 4)
-    claim("(1000000, 1000000, 3)")
-    with refusal("format.check_size", path, "1000000 x 1000000"):
-        images.open_image(str(path), format)
-    for shape in "(10, 10, 1000000000000)", "(9000, 9000, 3)":
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for shape in (
+        "(1000000, 1000000, 3)",
+        "(10, 10, 1000000000000)",
+        "(20000, 20000, 3)",
+        "(9000, 9000, 3)",
+    ):
         claim(shape)
         with refusal("images.reading", path):
             images.open_image(str(path), format)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 2**16  # KiB
+    claim("(1000000, 1000000, 3)", "|V0")
+    with refusal("format.check_size", path, "1000000 x 1000000"):
+        images.open_image(str(path), format)
     claim("(48,)")
     with refusal("images.read_values", path, "values of shape (48,"):
         images.open_image(str(path), format)
