@@ -586,7 +586,7 @@ class Reporter:
         beside("classes are not looked at", say_weak, self.folder, {name: best})
         script = process.project() / "predict.py"
         if script.is_file():
-            paths = map(os.path.relpath, (script, example))
+            paths = [os.path.relpath(script), os.path.relpath(example)]
             command = shlex.join(["python", *paths, "--checkpoint", checkpoint])
             distributed.print0(f"next: {command}")
 
