@@ -166,7 +166,8 @@ def write_masks(
         try:
             size = size_of(sample.image)
         except (OSError, ValueError) as error:
-            reason = f"images that cannot be opened ({type(error).__name__})"
+            what = f"{type(error).__name__}{images.HEIC_HINT}"
+            reason = f"images that cannot be opened ({what})"
             labelled.skipped.leave_out(reason, sample.image)
             return sample.part, []
         if draw is None:

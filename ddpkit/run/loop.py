@@ -187,7 +187,7 @@ class Run(Checkpoints):
         self.last_lr_step: int | None = None  # of the scheduler in a checkpoint
         self.settings = states.settings(optimizer)  # before those of a checkpoint
         self.seen = 0
-        self.sums = Sums(self.source.ranks, report.steps.every > 0)
+        self.sums = Sums(self.source.ranks, report.log_every > 0)
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
         self.history: list[Row] = list((folder.state or {}).get("history", ()))
         super().__init__(
@@ -244,7 +244,7 @@ class Run(Checkpoints):
     @property
     def is_logged(self) -> bool:
         """Whether this step is one of every --log-every, for which `end_step` takes more."""
-        return self.report.steps.is_due(self.step + 1)
+        return self.report.is_due(self.step + 1)
 
     @property
     def writer(self) -> Any:
@@ -252,7 +252,7 @@ class Run(Checkpoints):
 
         run.writer.add_scalar("mine", value, run.step + 1)
         """
-        return self.report.steps.writer
+        return self.report.writer
 
     # How a run begins, and goes on from a checkpoint.
 
@@ -569,7 +569,7 @@ class Run(Checkpoints):
         self.step += 1
         self.done += 1
         self.seen += self.source.global_batch
-        if self.report.steps.is_due(self.step):
+        if self.report.is_due(self.step):
             at = f"{self.done}/{self.source.steps}"
             lr = self.optimizer.param_groups[-1]["lr"]
             loss_since = self.sums.loss_since_log()
@@ -710,7 +710,7 @@ class Run(Checkpoints):
     def _write(self, is_best: bool = False, keeps_images: bool = False) -> None:
         self.is_due = False
         self.folder.add(self._state(), is_best, keeps_images=keeps_images)
-        self.report.steps.flush()  # a run that resumes here has the entries before
+        self.report.flush()  # a run that resumes here has the entries before
 
     def _state(self, is_inside: bool = False) -> State:
         sums = {}

@@ -48,8 +48,13 @@ COMMENTS = [bytes([number]) for number in (*range(0xE1, 0xEE), 0xEF, 0xFE)]
 FORMATS = ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF", "PPM", "JPEG2000"]
 if importlib.util.find_spec("PIL.AvifImagePlugin"):  # not in older versions
     FORMATS.append("AVIF")
-# What phones write begins with a length, ftyp, and one of these; mif1 may be AVIF, too.
-HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+HEIC_HINT = "; HEIC needs a package: python -m pip install pillow-heif"
+with contextlib.suppress(ImportError):  # it reads what phones write
+    from pillow_heif import register_heif_opener
+
+    register_heif_opener()
+    FORMATS.append("HEIF")
+    HEIC_HINT = ""
 # at the end, by some cameras
 PADDING = re.compile(r"\b\d\d? extraneous bytes before marker 0xd9")
 STRETCHED = "stretched"  # in Image.info
@@ -445,7 +450,8 @@ def read_values(
 ) -> np.ndarray:
     """Return the values of a file, of their own type: (H, W, channels)."""
     if is_array(path):
-        values = _read_npy(path, data, format)
+        # whatever size the header claims, no memory is touched beyond the data
+        values = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     elif data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):  # TIFF, and BigTIFF
         values = _read_tiff(path, data, format)
     else:
@@ -469,25 +475,8 @@ def read_values(
             f"{path}: values of shape {values.shape}, not (height, width, "
             f"{format.channels}); save it so, or correct data.json"
         )
+    format.check_size(path, (values.shape[1], values.shape[0]))  # that of an array
     return values
-
-
-def _read_npy(
-    path: str,
-    data: bytes,
-    format: Format,
-) -> np.ndarray:
-    """Return the array in `data`, a view of it: its header may claim any size."""
-    file = io.BytesIO(data)
-    npy = np.lib.format
-    if npy.read_magic(file) == (1, 0):
-        shape, is_fortran, dtype = npy.read_array_header_1_0(file)
-    else:
-        shape, is_fortran, dtype = npy.read_array_header_2_0(file)
-    if len(shape) > 1:  # else it is refused for that
-        format.check_size(path, (shape[1], shape[0]))
-    values = np.frombuffer(data, dtype, math.prod(shape), file.tell())
-    return values.reshape(shape, order="F" if is_fortran else "C")
 
 
 def _read_tiff(
@@ -599,30 +588,10 @@ def is_array(path: str) -> bool:
     return path.lower().endswith(".npy")
 
 
-def _read_heif_too(
-    path: str,
-    data: bytes,
-) -> None:
-    """Have Pillow open what phones write, if it is that: a package of its own does it."""
-    is_heif = data[4:8] == b"ftyp" and data[8:12] in HEIF_BRANDS
-    if not is_heif or b"avif" in data[:64] or "HEIF" in FORMATS:
-        return
-    try:
-        import pillow_heif
-    except ImportError:
-        raise UserError(
-            f"{path}: HEIC needs a package: python -m pip install pillow-heif"
-        ) from None
-    pillow_heif.register_heif_opener()
-    FORMATS.append("HEIF")
-
-
 @contextlib.contextmanager
 def open_header(path: Path | str) -> Iterator[ImageFile.ImageFile]:
     """Give the block an image file, of which only the header is read."""
     with files.open_file(path) as file:
-        _read_heif_too(str(path), file.read(64))
-        file.seek(0)
         yield Image.open(file, formats=FORMATS)
 
 
@@ -640,7 +609,6 @@ def _opened(
     """Open the image in `data`, of which only the header is read; refuse what is too large."""
     if data.startswith(LFS):
         raise UserError(f"{path}: a Git LFS pointer, not the image; run: git lfs pull")
-    _read_heif_too(path, data)
     or_channels = "" if is_mask else f', or write the number of "channels" into {NAME}'
     with _open_bytes(data) as image:
         format.check_size(path, image.size)
@@ -686,7 +654,7 @@ def _reading(
         if os.path.isfile(path) and not os.path.getsize(path):
             reason = "empty file"
         elif isinstance(error, UnidentifiedImageError):
-            reason = "not an image of a type that is read"
+            reason = f"not an image of a type that is read{HEIC_HINT}"
             if is_mask:
                 remedy = (
                     "masks are PNG, or without loss BMP, WebP or TIFF of 8 to 32 bits"

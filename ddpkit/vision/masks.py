@@ -215,9 +215,8 @@ def lazy_mask(
             f"{path}: a mask with transparent pixels; save it without transparency"
         )
     if image.mode == "RGBA":
-        return LazyMask(
-            _as_keys(np.asarray(image)), ColorLegend(path, labels).translate
-        )
+        legend = Legend(path, labels, of_colors=True)
+        return LazyMask(_as_keys(np.asarray(image)), legend.translate)
     if image.mode == "LA":
         image = image.getchannel("L")
     if image.mode in OF_8_BITS:
@@ -290,6 +289,7 @@ class Legend:
 
     colors: what each value of 8 bits shows, (red, green, blue); none of other types. tones: what
     black and white mean in the mask. is_palette: whether its file says which colours these are.
+    of_colors: whether the values are colours, as `_as_keys` has them.
     """
 
     def __init__(
@@ -299,14 +299,16 @@ class Legend:
         colors: Sequence[Sequence[int]] = (),
         tones: str = "other numbers",
         is_palette: bool = False,
+        of_colors: bool = False,
     ) -> None:
         self.path = path
         self.labels = labels
         self.colors = colors
         self.tones = tones
         self.is_palette = is_palette
-        self.numbers = labels.values  # class number or VOID, by what a pixel has
-        self.holds = "numbers"
+        self.of_colors = of_colors
+        # class number or VOID, by what a pixel has
+        self.numbers = labels.colored if of_colors else labels.values
 
     def translate(self, stored: np.ndarray) -> np.ndarray:
         """Return the class numbers of pixels as they are stored, uint8 (H, W).
@@ -324,7 +326,7 @@ class Legend:
         """Yield what the pixels show and what that means, where other masks may contradict it."""
         # If greys are listed, masks in grey mean colours, too: the two may be mixed.
         if self.labels.kind == 3 and not self.labels.has_greys:
-            yield "a mask", self.holds
+            yield "a mask", "colours" if self.of_colors else "numbers"
         # With white for 255 there is nothing to tell apart; black alone tells nothing.
         if self.labels.white != VOID and stored.any():
             yield BLACK_WHITE, self.tones
@@ -340,6 +342,8 @@ class Legend:
 
     def text_of(self, key: float) -> str:
         """Return a value as a line of classes.txt has it."""
+        if self.of_colors:
+            return " ".join(map(str, int(key).to_bytes(3, "little")))
         return " ".join([f"{key:g}"] * (3 if self.labels.has_greys else 1))
 
     def _explain(self, unknown: np.ndarray) -> str:
@@ -358,18 +362,6 @@ class Legend:
         if not float(key).is_integer():  # which classes.txt cannot list
             return line
         return f"{line}, or write into classes.txt: NAME = {text} or void = {text}"
-
-
-class ColorLegend(Legend):
-    """Of colours, as `_as_keys` has them."""
-
-    def __init__(self, path: str, labels: Labels) -> None:
-        super().__init__(path, labels)
-        self.numbers = labels.colored
-        self.holds = "colours"
-
-    def text_of(self, key: float) -> str:
-        return " ".join(map(str, int(key).to_bytes(3, "little")))
 
 
 def add_meanings(

@@ -161,25 +161,20 @@ def find_published(arch: str, encoder: str, options: dict) -> dict[str, Fetch]:
     else:
         about = smp.encoders.encoders.get(encoder, {})
         names = list(about.get("pretrained_settings") or ())
-    # dpt alone takes encoders whose maps have one size
-    build_encoder = build_dpt_encoder if arch == "dpt" else smp.encoders.get_encoder
     return {
-        name: partial(fetch, partial(build_encoder, encoder, weights=name), "encoder.")
+        name: partial(fetch, partial(smp.create_model, arch, encoder, name), "encoder.")
         for name in sorted(names, key=lambda name: name != "imagenet")
     }
 
 
-def build_dpt_encoder(encoder: str, weights: str) -> nn.Module:
-    import segmentation_models_pytorch as smp
-
-    return smp.DPT(encoder_name=encoder, encoder_weights=weights).encoder
-
-
 def fetch(build: Callable[[], nn.Module], prefix: str = "") -> Tensors:
-    """Return the tensors of the network that `build` makes with published weights."""
+    """Return the tensors of the network that `build` makes with published weights.
+
+    prefix: the names of those that are published begin so.
+    """
     with reaching_hub(), torch.random.fork_rng([]):
-        network = build()
-    return {f"{prefix}{key}": value for key, value in network.state_dict().items()}
+        tensors = build().state_dict()
+    return {key: value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def reaching_hub() -> contextlib.AbstractContextManager:

@@ -26,11 +26,19 @@ from ddpkit.data.other_loaders import OtherSource
 from ddpkit.errors import UserError
 from ddpkit.ranks import cpus, devices, distributed, failures, process
 from ddpkit.run import checkpoint
-from ddpkit.run.file_names import EPOCHS, EVALUATED, EVENTS, SHOWN, remove_images
+from ddpkit.run.file_names import (
+    EPOCHS,
+    EVALUATED,
+    EVENTS,
+    SHOWN,
+    STEPS,
+    remove_images,
+)
 from ddpkit.run.loop import Run
 from ddpkit.vision import images, pictures
 from ddpkit.vision.bars import tqdm
-from ddpkit.vision.beside import Beside
+from ddpkit.vision.beside import SAID, beside
+from ddpkit.vision.boards import Board, Entry
 from ddpkit.vision.mistakes import (
     MEASURES,
     Mistakes,
@@ -41,15 +49,14 @@ from ddpkit.vision.mistakes import (
 )
 from ddpkit.vision.pictures import DrawExample
 from ddpkit.vision.rows import (
-    EpochLines,
     Row,
     as_digits,
+    epoch_lines,
     is_of_class,
     only_numbers,
     recorded_rows,
     what_next,
 )
-from ddpkit.vision.steplog import Board, StepLog
 
 Log = Callable[[dict[str, float]], object]  # takes a row of numbers
 # takes the id of the run to continue, or None; returns its id, and what takes the rows
@@ -57,6 +64,7 @@ Start = Callable[[str | None], tuple[str, Log]]
 MOST_LEFT_OUT = 0.1  # of the images, in an epoch; more has a remedy
 FEW_STEPS = 10  # in an epoch
 USUAL_STEPS = 1000  # at least, of a training
+CLOSING_SECONDS = 2
 
 
 class Reporter:
@@ -99,6 +107,7 @@ class Reporter:
     ) -> None:
         if isinstance(tracker, str):
             self.check_tracker(tracker)
+        SAID.clear()
         self.folder = Path(folder)
         self.epochs = epochs
         self.classes = classes
@@ -109,11 +118,13 @@ class Reporter:
         if distributed.any_debugged():
             tqdm.monitor_interval = 0  # its thread would be one more row in each rank
         self.bar: tqdm | None = None  # which starts a thread
-        self.lines = EpochLines(epochs, classes)
+        self.header = ""  # of the lines of epochs, as it was printed last
         self.began = time.monotonic()
         self.waited = 0.0
         self.images = 0  # in this epoch, of all ranks
-        self.beside = Beside()
+        # the time, and `images`, at the last entry of the log
+        self.since = self.began, 0
+        self.pending: list[Entry] = []
         self.log: Log | None = None  # the tracker's
         self.facts: dict[str, Any] = {}  # args.json
         self.network = ""  # the line on its parameters
@@ -130,7 +141,8 @@ class Reporter:
         self.epoch = epoch
         self.rows = rows
         self.device = device
-        self.steps = StepLog(self.folder, device, self.log_every, step, self.active)
+        # run.writer.add_scalar("mine", value, run.step + 1), on all ranks
+        self.writer = Board(self.folder / STEPS, step, self.active)
         # in a folder of its own, for other people's scalars have other steps
         self.board = Board(self.folder / EPOCHS, epoch, self.active)
 
@@ -145,7 +157,7 @@ class Reporter:
         self.active = self.active and not is_complete
         self._go_on(run.epoch, run.step, run.history, run.device)
         if not is_complete:
-            self.steps.begin_epoch()
+            self.writer.drop_later()
             distributed.await_rank_zero(self._begin_run, run, recorded)
         return is_complete
 
@@ -172,9 +184,22 @@ class Reporter:
         return pictures.colors_of(self.classes).tolist()
 
     def close(self) -> None:
-        """Clear the progress bar and close the files, before any error is printed."""
+        """Clear the progress bar and close the files, before any error is printed.
+
+        What arrives within CLOSING_SECONDS is written. It does not wait for longer: after an error
+        the device may never come so far.
+        """
         self._close_bar()
-        self.steps.close()
+        until = time.monotonic() + CLOSING_SECONDS
+        with contextlib.suppress(RuntimeError):  # of a device that failed
+            while (
+                self.writer.is_here()
+                and self._write_arrived()
+                and time.monotonic() < until
+            ):
+                time.sleep(0.01)
+        self.pending = []
+        self.writer.close()
         self.board.close()
 
     def _close_bar(self) -> None:
@@ -277,6 +302,7 @@ class Reporter:
             batch_size = loader.batch_size
         of_all = batch_size * distributed.world_size()
         self.epoch = epoch
+        self.writer.drop_later()
         self.began = time.monotonic()
         bar = self.bar = tqdm(
             total=passes * of_all,
@@ -286,14 +312,14 @@ class Reporter:
             # so that logs stay readable
             disable=not (self.active and _is_on_terminal()),
         )
-        self.steps.begin_epoch(bar)
         self.waited = 0.0
         self.images = 0
+        self.since = self.began, 0
         asked = time.monotonic()
         for batch in batches:
             self.waited += time.monotonic() - asked
             self.images += of_all
-            self.steps.count_images(of_all)
+            self._write_arrived()
             yield batch
             bar.update(of_all)
             asked = time.monotonic()
@@ -311,9 +337,57 @@ class Reporter:
         step: their number so far. loss, grad_norm: scalars, on the device; rank 0's are written.
         at: the step as the line has it, such as "50/391"; by default `step`.
         """
-        if self.steps.is_due(step):
-            words = f"epoch {self.epoch + 1}/{self.epochs}  step {at or step}"
-            self.steps.add_step(step, words, loss, lr, grad_norm)
+        if not (self.active and self.is_due(step)):
+            return
+        began, images = self.since
+        img_per_s = (self.images - images) / max(time.monotonic() - began, 1e-9)
+        words = f"epoch {self.epoch + 1}/{self.epochs}  step {at or step}"
+        device = devices.for_sums(self.device)
+        scalars = [loss] if grad_norm is None else [loss, grad_norm]
+        on_device = [each.detach().to(device, torch.float32) for each in scalars]
+        values = torch.stack(on_device).to("cpu", non_blocking=True)  # pinned memory
+        event = None
+        if device.type != "cpu":
+            event = torch.get_device_module(device).Event()
+            event.record()
+        self.pending.append(Entry(step, words, lr, img_per_s, values, event))
+        self.writer.get_logdir()  # opening it takes seconds, which are not the next entry's
+        self._write_arrived()
+        self.since = time.monotonic(), self.images
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `step`, the number of an optimizer step from 1, is logged."""
+        return self.log_every > 0 and step % self.log_every == 0
+
+    def flush(self) -> None:
+        """Write the steps that are pending, and have the disk get them; waits for the device."""
+        for entry in self.pending:
+            if entry.event:
+                entry.event.synchronize()
+        self._write_arrived()
+        self.writer.flush()
+
+    def _write_arrived(self) -> bool:
+        """Write the steps whose numbers have come from the device; return whether some have not."""
+        while self.pending:
+            entry = self.pending[0]
+            if entry.event and not entry.event.query():
+                return True
+            del self.pending[0]
+            loss, *norm = entry.values.tolist()
+            scalars = {"loss": loss, "lr": entry.lr, "img_per_s": entry.img_per_s}
+            shown = {"loss": f"{loss:.4g}", "lr": f"{entry.lr:.3g}"}
+            if norm:
+                scalars["grad_norm"] = norm[0]
+                shown["grad"] = f"{norm[0]:.3g}"
+            if self.bar is not None and _is_on_terminal():
+                self.bar.set_postfix(shown)  # it shows the speed itself
+            else:
+                words = "  ".join(f"{name} {value}" for name, value in shown.items())
+                distributed.print0(f"{entry.at}  {words}  {entry.img_per_s:.0f} img/s")
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, value, entry.step)
+        return False
 
     def speed(self) -> dict[str, float]:
         """Return the epoch's columns of speed, as those of all ranks; to call on all of them.
@@ -324,7 +398,7 @@ class Reporter:
         mine = self.waited, failures.peak(self.device)
         # the most of any rank
         waited, peak = map(max, zip(*distributed.gather_objects(mine), strict=True))
-        self.steps.flush()
+        self.flush()
         seconds = time.monotonic() - self.began  # or since a resumed epoch was resumed
         failures.reset_peak(self.device)
         if not self.images:
@@ -357,8 +431,11 @@ class Reporter:
         seconds = time.monotonic() - self.began
         left = tqdm.format_interval((self.epochs - self.epoch) * seconds)
         best, _ = self.facts.get("best", ("", ""))
-        for line in self.lines.of_row(row, left, best, is_best):
-            distributed.print0(line)
+        header, line = epoch_lines(row, self.epochs, self.classes, left, best, is_best)
+        if header != self.header:
+            distributed.print0(header)
+        self.header = header
+        distributed.print0(line)
         numbers = only_numbers(row)
         wait = numbers.get("data_wait", 0)
         seconds = numbers.get("train_seconds", 0)
@@ -375,8 +452,8 @@ class Reporter:
         path = self.folder / "curves.png"
         best = self.facts.get("best", ())
         shown = path, self.rows, self.classes, *best
-        self.beside(f"{path} was not drawn", pictures.draw_curves, *shown)
-        self.beside(f"{self.folder}/metrics.csv was not written", self.write_rows)
+        beside(f"{path} was not drawn", pictures.draw_curves, *shown)
+        beside(f"{self.folder}/metrics.csv was not written", self.write_rows)
         is_new = not any((self.folder / EPOCHS).glob(EVENTS))
         for row in self.rows if is_new else new:
             for name, value in only_numbers(row).items():
@@ -386,7 +463,7 @@ class Reporter:
         for row in new:
             if self.log:
                 numbers = only_numbers(row)
-                self.beside("the tracker did not accept a row", self.log, numbers)
+                beside("the tracker did not accept a row", self.log, numbers)
 
     def write_rows(self) -> None:
         # of all rows, in their order: a later one may have more
@@ -398,7 +475,7 @@ class Reporter:
     def start_tracker(self) -> None:
         """Start the tracker, if there is one, and this was not tried before."""
         if self.tracker:
-            self.beside("the tracker did not start", self._start_tracker, self.tracker)
+            beside("the tracker did not start", self._start_tracker, self.tracker)
         self.tracker = None
 
     def _start_tracker(self, tracker: str | Start) -> None:
@@ -416,7 +493,7 @@ class Reporter:
     def write_json(self, name: str, value: object) -> None:
         path = self.folder / name
         text = json.dumps(value, indent=2, default=str)
-        self.beside(f"{path} was not written", files.save_text, path, f"{text}\n")
+        beside(f"{path} was not written", files.save_text, path, f"{text}\n")
 
     def _mistakes(self, model: nn.Module, loader: object) -> Mistakes:
         return Mistakes(model, loader, self.classes, self.predict, self.draw)
@@ -432,8 +509,8 @@ class Reporter:
         def write() -> None:
             mistakes = self._mistakes(model, loader)
             failed = f"{self.folder} lacks images of best.pt"
-            self.beside(failed, mistakes.write_files, self.folder, confusion, worst)
-            self.beside(failed, mistakes.draw_examples, self.folder / "examples.png")
+            beside(failed, mistakes.write_files, self.folder, confusion, worst)
+            beside(failed, mistakes.draw_examples, self.folder / "examples.png")
 
         distributed.await_rank_zero(write)
 
@@ -469,11 +546,11 @@ class Reporter:
         mistakes = self._mistakes(model, loader)
         folder = self.folder / "eval"
         failed = f"{folder} lacks files of this evaluation"
-        self.beside(failed, files.make_folder, folder)
-        self.beside(failed, remove_images, folder, EVALUATED)  # of another checkpoint
-        self.beside(failed, mistakes.write_files, folder, confusion, worst)
+        beside(failed, files.make_folder, folder)
+        beside(failed, remove_images, folder, EVALUATED)  # of another checkpoint
+        beside(failed, mistakes.write_files, folder, confusion, worst)
         if worst and len(worst[0]) > 2:
-            more = self.beside(failed, mistakes.write_predictions, folder, worst)
+            more = beside(failed, mistakes.write_predictions, folder, worst)
             results = {**results, **(more or {})}
         names = [name for name in EVALUATED if (folder / name).exists()]
         if names:
@@ -488,7 +565,7 @@ class Reporter:
         count = samples.size(samples.dataset_of(loader))
         for line in evaluation_lines(results, confusion, self.classes, count):
             distributed.print0(line)
-        self.beside("classes were not checked", say_weak, folder, results)
+        beside("classes were not checked", say_weak, folder, results)
 
     def print_results(self, name: str, best: float, epoch: int, example: str) -> None:
         """Print the best score, the paths of the results, and the command that uses them.
@@ -506,18 +583,12 @@ class Reporter:
         hint = what_next(self.rows, *self.facts.get("best", ("", "")))
         if hint:
             distributed.print0(hint)
-        self.beside("classes are not looked at", say_weak, self.folder, {name: best})
+        beside("classes are not looked at", say_weak, self.folder, {name: best})
         script = process.project() / "predict.py"
         if script.is_file():
-            paths = [nearest(script), nearest(example)]
+            paths = [os.path.relpath(script), os.path.relpath(example)]
             command = shlex.join(["python", *paths, "--checkpoint", checkpoint])
             distributed.print0(f"next: {command}")
-
-
-def nearest(path: Path | str) -> str:
-    """Return the path as it is written from here, unless that has to go up."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith(os.pardir) else relative
 
 
 def left_out(source: TrainSampler | OtherSource, batch_size: int) -> str:

@@ -138,52 +138,46 @@ def table_lines(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[
     return lines
 
 
-class EpochLines:
-    """The lines of the epochs, in columns below a header, at most WIDTH letters wide.
+def epoch_lines(
+    row: Row,
+    epochs: int,
+    classes: Collection[str],
+    left: str,
+    best: str = "",
+    is_best: bool = False,
+) -> tuple[str, str]:
+    """Return the header above the line of an epoch, and the line, at most WIDTH letters wide.
 
-    epochs: how many there will be. classes: their columns are shown if all of them fit.
+    epochs: how many there will be. classes: their columns are shown if all of them fit. left: the
+    time, in column eta. best: the column by which best.pt is chosen.
     """
+    numbers = only_numbers(row)
+    width = len(f"epoch {epochs}/{epochs}")
+    names = fitting(numbers, classes, best, width)
+    titles = [clip(name).rjust(8) for name in [*names, "eta"]]
+    cells = [as_digits(numbers[name]) for name in names]
+    header, line = table_lines(
+        [" " * width, *titles],
+        [[f"epoch {row['epoch']}/{epochs}", *cells, left]],
+    )
+    if is_best:
+        line += f"{GAP}best"
+    return header, line
 
-    def __init__(self, epochs: int, classes: Collection[str]) -> None:
-        self.epochs = epochs
-        self.classes = classes
-        self.header = ""
 
-    def of_row(
-        self, row: Row, left: str, best: str = "", is_best: bool = False
-    ) -> list[str]:
-        """Return the line of a row, below the header if that is the first, or another one.
-
-        left: the time, in column eta. best: the column by which best.pt is chosen.
-        """
-        numbers = only_numbers(row)
-        width = len(f"epoch {self.epochs}/{self.epochs}")
-        names = self.fitting(numbers, best, width)
-        titles = [clip(name).rjust(8) for name in [*names, "eta"]]
-        cells = [as_digits(numbers[name]) for name in names]
-        header, line = table_lines(
-            [" " * width, *titles],
-            [[f"epoch {row['epoch']}/{self.epochs}", *cells, left]],
-        )
-        if is_best:
-            line += f"{GAP}best"
-        lines = [line] if header == self.header else [header, line]
-        self.header = header
-        return lines
-
-    def fitting(self, names: Collection[str], best: str, width: int) -> list[str]:
-        """Return the columns that fit: losses, `best`, others, and at last those of classes."""
-        shown = [name for name in names if name not in OF_TUNING]
-        of_class = [
-            name for name in shown if name != best and is_of_class(name, self.classes)
-        ]
-        others = [name for name in shown if name not in of_class]
-        others.sort(key=lambda name: (not name.endswith("loss"), name != best))
-        room = WIDTH - width - len("  00:00:00  best")
-        fitting: list[str] = []
-        for group in [*([name] for name in others), of_class]:
-            needed = sum(len(GAP) + max(8, len(clip(name))) for name in group)
-            if needed <= room:
-                fitting += group
-                room -= needed
-        return fitting
+def fitting(
+    names: Collection[str], classes: Collection[str], best: str, width: int
+) -> list[str]:
+    """Return the columns that fit: losses, `best`, others, and at last those of classes."""
+    shown = [name for name in names if name not in OF_TUNING]
+    of_class = [name for name in shown if name != best and is_of_class(name, classes)]
+    others = [name for name in shown if name not in of_class]
+    others.sort(key=lambda name: (not name.endswith("loss"), name != best))
+    room = WIDTH - width - len("  00:00:00  best")
+    found: list[str] = []
+    for group in [*([name] for name in others), of_class]:
+        needed = sum(len(GAP) + max(8, len(clip(name))) for name in group)
+        if needed <= room:
+            found += group
+            room -= needed
+    return found

@@ -6,7 +6,9 @@ import errno
 import os
 import pickle
 import re
+import resource
 import sys
+import textwrap
 import warnings
 import zlib
 from collections.abc import Callable
@@ -17,7 +19,7 @@ import pytest
 import simplejpeg
 import tifffile
 import torch
-from generated import ROOT, TEMPLATE_FOLDER, refusal
+from generated import ROOT, TEMPLATE_FOLDER, Command, refusal
 from PIL import Image, ImageOps
 from torchvision import transforms as v1
 from torchvision.transforms import v2
@@ -236,16 +238,14 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
 
 
 def test_claims_of_arrays(tmp_path: Path) -> None:
-    """A header may claim any size: nothing is allocated for it."""
+    """A header may claim any size: one line says so, and no memory is used for it."""
     path = tmp_path / "x.npy"
     np.save(path, np.zeros((4, 4, 3), np.uint8))
     small = path.read_bytes()
 
-    def claim(shape: str) -> None:
-        text = (
-            f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".ljust(117)
-            + "\n"
-        )
+    def claim(shape: str, kind: str = "|u1") -> None:
+        text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}"
+        text = text.ljust(117) + "\n"
         path.write_bytes(
             small[:8] + (118).to_bytes(2, "little") + text.encode() + small[-48:]
         )
@@ -253,13 +253,20 @@ def test_claims_of_arrays(tmp_path: Path) -> None:
     format = Format(channels=3)
     claim("(4, 4, 3)")
     assert images.open_image(str(path), format).read().shape == (3, 4, 4)
-    claim("(1000000, 1000000, 3)")
-    with refusal("format.check_size", path, "1000000 x 1000000"):
-        images.open_image(str(path), format)
-    for shape in "(10, 10, 1000000000000)", "(9000, 9000, 3)":
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for shape in (
+        "(1000000, 1000000, 3)",
+        "(10, 10, 1000000000000)",
+        "(20000, 20000, 3)",
+        "(9000, 9000, 3)",
+    ):
         claim(shape)
         with refusal("images.reading", path):
             images.open_image(str(path), format)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 2**16  # KiB
+    claim("(1000000, 1000000, 3)", "|V0")
+    with refusal("format.check_size", path, "1000000 x 1000000"):
+        images.open_image(str(path), format)
     claim("(48,)")
     with refusal("images.read_values", path, "values of shape (48,"):
         images.open_image(str(path), format)
@@ -476,40 +483,55 @@ class TestFilesOfPhones:
     """HEIC, by a package of its own, and AVIF."""
 
     def save(self, path: Path, **how) -> np.ndarray:
-        import pillow_heif
-
-        pillow_heif.register_heif_opener()
         small = np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8)
         image = Image.fromarray(small).resize((64, 48), Image.Resampling.BICUBIC)
         image.save(path, **how)
         return np.asarray(image)
 
     @pytest.mark.parametrize("kind", ["HEIF", "AVIF"])
-    def test_pixels(
-        self, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_pixels(self, tmp_path: Path, kind: str) -> None:
         """Nearly those that were saved, whatever the file is named."""
         path = tmp_path / "x.jpg"
         expected = self.save(path, format=kind, quality=95)
-        plain = [name for name in images.FORMATS if name != "HEIF"]
-        monkeypatch.setattr(images, "FORMATS", plain)
-        for _ in range(2):  # the second finds the opener
-            off = read(path).astype(int) - expected
-            assert abs(off).mean() < 9  # chroma is halved
-        assert images.FORMATS.count("HEIF") == (kind == "HEIF")
+        off = read(path).astype(int) - expected
+        assert abs(off).mean() < 9  # chroma is halved
+        with images.open_header(path) as image:
+            assert image.format == kind
         with refusal("masks.refuse_changed", path, kind):
             masks.read_mask(str(path), masks.unnamed())
 
-    def test_without_the_package(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_the_package(self, tmp_path: Path) -> None:
+        """A line names it; convert leaves such images out, and names it, too."""
         path = tmp_path / "x.heic"
         self.save(path)
-        plain = [name for name in images.FORMATS if name != "HEIF"]
-        monkeypatch.setattr(images, "FORMATS", plain)
-        monkeypatch.setitem(sys.modules, "pillow_heif", None)
-        with refusal("images.read_heif_too", path, "pip install pillow-heif"):
-            images.open_image(str(path))
+        code = """
+            import sys
+            from pathlib import Path
+
+            sys.modules["pillow_heif"] = None
+            from ddpkit.convert import labels, result
+            from ddpkit.errors import UserError
+            from ddpkit.vision import images
+
+            path = Path(sys.argv[1])
+            for read in images.open_image, images.read_stored:
+                try:
+                    read(str(path))
+                except UserError as error:
+                    print(error)
+            sample = labels.Sample(path, "train", draw=lambda size: 1 / 0)
+            labelled = labels.LabelledSet([sample], ["a", "b"])
+            result.write_masks(labelled, [(sample, "x")], path.parent)
+            print(*labelled.skipped.remarks(path.parent))
+            """
+        done = Command([sys.executable, "-c", textwrap.dedent(code), str(path)], ROOT)
+        lines = done.end().ok().out.splitlines()
+        assert len(lines) == 3
+        for line in lines:
+            assert "HEIC needs a package: python -m pip install pillow-heif)" in line
+        of_file = f"{path}: cannot be read (not an image of a type that is read"
+        assert [line.startswith(of_file) for line in lines] == [True, True, False]
+        assert lines[2].startswith("skipped: 1 images that cannot be opened (")
 
 
 def on_white(pixels: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from PIL import Image
 import ddpkit
 from ddpkit.vision import mistakes, pictures, reporting
 from ddpkit.vision.mistakes import Mistakes
-from ddpkit.vision.rows import EpochLines, best_row, what_next
+from ddpkit.vision.rows import best_row, epoch_lines, what_next
 
 
 def columns(header: str, line: str) -> dict[str, str]:
@@ -102,7 +102,7 @@ def test_columns_that_do_not_fit() -> None:
     row: dict[str, Any] = {"epoch": 3, "step": 7, "note": "text", "lr": 0.1}
     row |= {f"metric_of_number_{i}": i / 7 for i in range(20)}
     row |= {"iou_a": 0.5, "iou_b": 0.25, "cost": 1e9, "val_loss": 1e-7, "score": -1.5}
-    header, line = EpochLines(900, ["a", "b"]).of_row(row, "00:01", "score", True)
+    header, line = epoch_lines(row, 900, ["a", "b"], "00:01", "score", is_best=True)
     assert len(line) <= 100
     assert header.split()[:2] == ["val_loss", "score"]
     cells = columns(header, line)
@@ -110,13 +110,14 @@ def test_columns_that_do_not_fit() -> None:
     assert cells["score"] == "-1.5000"
     assert not cells.keys() & {"note", "lr", "step", "iou_a"}
     few = {name: row[name] for name in ("epoch", "iou_a", "iou_b", "cost", "val_loss")}
-    lines = EpochLines(900, ["a", "b"])
-    header, line = lines.of_row(few, "1:00:01")
+    header, line = epoch_lines(few, 900, ["a", "b"], "1:00:01")
     assert header.split() == ["val_loss", "cost", "iou_a", "iou_b", "eta"]
     assert columns(header, line)["cost"] == "1.00e+09"
-    assert len(lines.of_row({**few, "epoch": 4}, "00:01")) == 1
+    following, _ = epoch_lines({**few, "epoch": 4}, 900, ["a", "b"], "00:01")
+    assert following == header
     few["new"] = 1.0
-    assert len(lines.of_row({**few, "epoch": 5}, "00:01")) == 2
+    following, _ = epoch_lines({**few, "epoch": 5}, 900, ["a", "b"], "00:01")
+    assert following != header
     # best.pt is chosen by a class; a class is called loss
     few = {
         "epoch": 1,
@@ -125,7 +126,7 @@ def test_columns_that_do_not_fit() -> None:
         "iou_a": 0.5,
         "iou_loss": 0.1,
     }
-    header, _ = EpochLines(900, ["a", "loss"]).of_row(few, "00:01", "iou_a")
+    header, _ = epoch_lines(few, 900, ["a", "loss"], "00:01", "iou_a")
     assert header.split() == ["train_loss", "val_loss", "iou_a", "iou_loss", "eta"]
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -18,14 +18,13 @@ import torch
 from generated import Done, Project, after_step, die, rows
 from ranks import Patch, on_ranks, setup
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from tqdm import tqdm
 
 import ddpkit
 from ddpkit import files
-from ddpkit.ranks import distributed
-from ddpkit.vision import pictures, steplog
+from ddpkit.ranks import devices, distributed
+from ddpkit.run.file_names import STEPS
+from ddpkit.vision import pictures, reporting
 from ddpkit.vision.reporting import Reporter
-from ddpkit.vision.steplog import StepLog
 
 CPU = torch.device("cpu")
 
@@ -41,56 +40,61 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     }
 
 
-def take(log: StepLog, steps: range) -> None:
-    """Train for so many steps, of 8 images on all ranks; the loss is a tenth of the step."""
-    for step in steps:
-        log.count_images(8)
-        if log.is_due(step):
-            norm = torch.tensor(step + 0.5)
-            log.add_step(
-                step, f"step {step}/9", torch.tensor(step / 10).double(), 0.00125, norm
-            )
+def take(
+    report: Reporter, steps: range, read: Callable[[int], int] = lambda step: step
+) -> None:
+    """Train for an epoch of these steps, of 8 images on all ranks; the loss is a tenth of each."""
+    batch_size = 8 // distributed.world_size()
+    for step in report.progress(map(read, steps), 0, len(steps), batch_size):
+        loss = torch.tensor(step / 10).double()
+        norm = torch.tensor(step + 0.5)
+        report.log_step(step, loss, 0.00125, norm, f"{step}/9")
 
 
 @on_ranks(2)
 def test_lines_and_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a terminal a line on rank 0, with one the bar's words; both in TensorBoard."""
     rank = distributed.rank()
-    lines = []
-    now = iter(range(0, 1000, 2))
-    monkeypatch.setattr(distributed, "print0", lines.append)
-    monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    log = StepLog(tmp_path, CPU, every=2)
-    log.begin_epoch()
-    take(log, range(1, 4))
-    log.flush()
-    log.begin_epoch(tqdm(disable=True))
-    take(log, range(4, 5))
+    lines: list[str] = []
     shown = io.StringIO()
-    bar = tqdm(total=99, file=shown, mininterval=0)
-    log.begin_epoch(bar)
-    take(log, range(5, 7))
-    bar.close()
-    log.writer.add_scalar("mine", 3.0, 6)
-    log.close()
+    seconds = [0]
+
+    def read(step: int) -> int:
+        seconds.append(seconds[-1] + step)
+        return step
+
+    monkeypatch.setattr(distributed, "print0", lines.append)
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[-1])
+    report = Reporter(tmp_path, 1, log_every=2, device=CPU)
+    take(report, range(1, 6), read)
+    report.flush()
+    take(report, range(6, 7), read)
+    monkeypatch.setattr(reporting, "_is_on_terminal", lambda: True)
+    with contextlib.redirect_stderr(shown):
+        take(report, range(7, 9), read)
+    report.writer.add_scalar("mine", 3.0, 8)
+    report.close()
     if rank:
         assert not lines
-        assert not log.pending
+        assert not report.pending
         assert not shown.getvalue().count("loss")
         return
+    # since the entry before, or the beginning of the epoch
     words = [
-        r"step 2/9  loss 0.2  lr 0.00125  grad 2.5  8 img/s",
-        r"step 4/9  loss 0.4  lr 0.00125  grad 4.5  4 img/s",
+        "epoch 1/1  step 2/9  loss 0.2  lr 0.00125  grad 2.5  5 img/s",
+        "epoch 1/1  step 4/9  loss 0.4  lr 0.00125  grad 4.5  2 img/s",
+        "epoch 1/1  step 6/9  loss 0.6  lr 0.00125  grad 6.5  1 img/s",
     ]
     assert lines == words
-    assert "loss=0.6, lr=0.00125, grad=6.5" in shown.getvalue()
+    assert "loss=0.8, lr=0.00125, grad=8.5" in shown.getvalue()
     found = scalars(tmp_path / "steps")
-    assert found["loss"] == pytest.approx({2: 0.2, 4: 0.4, 6: 0.6})
-    assert found["grad_norm"] == {2: 2.5, 4: 4.5, 6: 6.5}
-    assert found["lr"] == pytest.approx(dict.fromkeys((2, 4, 6), 0.00125))
-    assert found["mine"] == {6: 3.0}
-    assert found["img_per_s"][2] == 8
-    assert found["img_per_s"].keys() == {2, 4, 6}
+    assert found["loss"] == pytest.approx({2: 0.2, 4: 0.4, 6: 0.6, 8: 0.8})
+    assert found["grad_norm"] == {2: 2.5, 4: 4.5, 6: 6.5, 8: 8.5}
+    assert found["lr"] == pytest.approx(dict.fromkeys((2, 4, 6, 8), 0.00125))
+    assert found["mine"] == {8: 3.0}
+    assert found["img_per_s"] == pytest.approx(
+        {2: 16 / 3, 4: 16 / 7, 6: 8 / 6, 8: 16 / 15}
+    )
 
 
 @on_ranks(1)
@@ -103,14 +107,14 @@ def test_resume(tmp_path: Path) -> None:
         (3, 7),
         (6, 8),
     ):
-        log = StepLog(tmp_path, CPU, every=1, first_step=first)
-        log.begin_epoch()
+        report = Reporter(tmp_path, 1, log_every=1, step=first, device=CPU)
+        report.writer.drop_later()
         beside = SummaryWriter(str(tmp_path / "steps"))
         for step in range(first + 1, last + 1):
-            take(log, range(step, step + 1))
-            log.writer.add_scalar("mine", first, step)
+            take(report, range(step, step + 1))
+            report.writer.add_scalar("mine", first, step)
             beside.add_scalar("beside", first, step)
-        log.flush()  # after which it may be killed
+        report.flush()  # after which it may be killed
         beside.close()
     found = scalars(tmp_path / "steps")
     of_processes = {
@@ -125,24 +129,30 @@ def test_resume(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_what_is_not_written(tmp_path: Path) -> None:
+def test_what_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file without an entry; in a fork, and after the end of all epochs, no writer."""
-    log = StepLog(tmp_path, CPU, every=0)
-    take(log, range(1, 200))
-    log.close()
-    StepLog(tmp_path, CPU, every=1, active=False).writer.add_scalar("mine", 1, 1)
+    report = Reporter(tmp_path, 1, device=CPU)
+    take(report, range(1, 200))
+    report.close()
+    report = Reporter(tmp_path, 1, log_every=1, device=CPU)
+    complete = SimpleNamespace(epoch=1, step=9, history=[{"epoch": 1}], device=CPU)
+    monkeypatch.setattr(reporting, "recorded_rows", lambda _: complete.history)
+    assert report.begin_run(complete)
+    report.writer.add_scalar("mine", 1, 1)
+    take(report, range(1, 2))
+    report.close()
     assert not list(tmp_path.iterdir())
-    log = StepLog(tmp_path, CPU, every=1)
-    take(log, range(1, 2))
+    report = Reporter(tmp_path, 1, log_every=1, device=CPU)
+    take(report, range(1, 2))
     child = os.fork()
     if child == 0:
         # the queue of a writer whose thread is not there would be full
         for step in range(99):
-            log.writer.add_scalar("mine", 1, step)
-        log.close()
+            report.writer.add_scalar("mine", 1, step)
+        report.close()
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    log.close()
+    report.close()
     assert scalars(tmp_path / "steps").keys() == {
         "loss",
         "lr",
@@ -180,40 +190,40 @@ def test_a_device_that_is_behind(
     monkeypatch.setattr(
         torch, "get_device_module", lambda _: SimpleNamespace(Event=Event)
     )
-    log = StepLog(tmp_path, CPU, every=1)
-    log.device = SimpleNamespace(type="cuda")
+    device = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(devices, "for_sums", lambda _: device)
+    report = Reporter(tmp_path, 1, log_every=1, device=CPU)
     to = torch.Tensor.to
 
     def as_cpu(self: torch.Tensor, *how: object, **options: object) -> torch.Tensor:
-        if how and how[0] is log.device:
+        if how and how[0] is device:
             how = how[1:]
         return to(self, *how, **options)
 
     monkeypatch.setattr(torch.Tensor, "to", as_cpu)
-    take(log, range(1, 4))
+    take(report, range(1, 4))
     first, second, third = Event.made
     assert not lines
     second.done = True  # in order, though
-    log.count_images(8)
-    assert not lines
-    first.done = True
-    log.count_images(8)
+    for _ in report.progress(range(2), 0, 2, 8):
+        assert len(lines) == (2 if first.done else 0)
+        first.done = True
     assert len(lines) == 2
     assert not third.is_waited_for
-    log.flush()
+    report.flush()
     assert len(lines) == 3
     assert third.is_waited_for
     assert not first.is_waited_for
     # at the end of a run it is waited for a little
     for step, arrives in (4, True), (5, False):
-        monkeypatch.setattr(steplog, "CLOSING_SECONDS", 99 if arrives else 0.1)
+        monkeypatch.setattr(reporting, "CLOSING_SECONDS", 99 if arrives else 0.1)
         monkeypatch.setattr(
             time,
             "sleep",
             lambda _, arrives=arrives: setattr(Event.made[-1], "done", arrives),
         )
-        take(log, range(step, step + 1))
-        log.close()
+        take(report, range(step, step + 1))
+        report.close()
         last = Event.made[-1]
         assert len(lines) == 4
         assert last.done == arrives
@@ -366,20 +376,22 @@ def test_the_reporter_closes_it(tmp_path: Path) -> None:
     for _ in report.progress(range(3), 0, 3, 1):
         pass
     report.log_step(2, torch.ones(()), 0.1)
-    assert report.steps.images == 0
-    writer = report.steps.writer._writer
+    writer = report.writer._writer
     writer.flush = fail
     close = writer.close
     writer.close = fail
     report.close()
     close()
-    assert json.dumps(list(scalars(tmp_path / steplog.STEPS)["loss"])) == "[2]"
+    assert json.dumps(list(scalars(tmp_path / STEPS)["loss"])) == "[2]"
 
 
 @on_ranks(1)
 def test_what_lies_beside_training(tmp_path: Path) -> None:
-    """Where a file cannot be written, or a drawing or a tracker fails: a line of each, once."""
-    for folder in steplog.STEPS, "epochs":
+    """Where a file cannot be written, or a drawing or a tracker fails: a line of each, once.
+
+    Another Reporter in the same process says it, too.
+    """
+    for folder in STEPS, "epochs":
         (tmp_path / folder).touch()
     (tmp_path / "metrics.csv").mkdir()
     pictures.draw_curves = lambda *_: 1 / 0
@@ -392,7 +404,7 @@ def test_what_lies_beside_training(tmp_path: Path) -> None:
         for _ in report.progress(range(3), epoch, 3, 1):
             pass
         report.log_step(epoch + 1, torch.ones(()), 0.1)
-        report.steps.writer.add_scalar("mine", 1, epoch)
+        report.writer.add_scalar("mine", 1, epoch)
         report.log_epoch({"top1": 0.5})
     report.close()
     said = sorted(
@@ -406,6 +418,8 @@ def test_what_lies_beside_training(tmp_path: Path) -> None:
         "steps gets no TensorBoard files",
         "the tracker did not accept a row",
     ]
+    Reporter(tmp_path, epochs=1, device=CPU).log_epoch({"top1": 0.5})
+    assert sum("metrics.csv was not written" in line for line in lines) == 2
 
 
 @on_ranks(2, group=False)
@@ -466,10 +480,10 @@ def test_a_folder_of_a_group(tmp_path: Path) -> None:
     os.umask(0o022)
     tmp_path.chmod(0o2770)
     report = Reporter(tmp_path, epochs=1, device=CPU)
-    report.steps.writer.add_scalar("mine", 1, 1)
+    report.writer.add_scalar("mine", 1, 1)
     report.log_epoch({"top1": 0.5})
     report.close()
-    for folder in steplog.STEPS, "epochs":
+    for folder in STEPS, "epochs":
         assert (tmp_path / folder).stat().st_mode & 0o7777 == 0o2775
 
 
