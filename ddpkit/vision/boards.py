@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddpkit import files
 from ddpkit.run.file_names import EVENTS
-from ddpkit.vision.beside import beside
+from ddpkit.vision.beside import Beside
 
 
 class Board:
@@ -22,8 +22,9 @@ class Board:
     killed, is dropped. Where it is not `active`, and in a forked child, it does nothing.
     """
 
-    def __init__(self, folder: Path, done: int, active: bool) -> None:
+    def __init__(self, folder: Path, done: int, active: bool, beside: Beside) -> None:
         self._folder = folder
+        self._beside = beside
         self._first = done + 1
         self._process = os.getpid() if active else 0  # its thread is not in a fork
         self._writer: object = None
@@ -46,11 +47,13 @@ class Board:
         failed = f"{self._folder} gets no TensorBoard files"
         is_here = self.is_here()
         if is_here and not self._writer and name not in ("flush", "close"):
-            self._writer = beside(failed, self._open)
+            self._writer = self._beside(failed, self._open)
         if not is_here or not self._writer:
             return lambda *args, **named: None
         value = getattr(self._writer, name)
-        return functools.partial(beside, failed, value) if callable(value) else value
+        if not callable(value):
+            return value
+        return functools.partial(self._beside, failed, value)
 
     def _open(self) -> object:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds
@@ -71,7 +74,6 @@ class Entry(NamedTuple):
     at: str  # such as "epoch 1/30  step 50/391"
     lr: float
     img_per_s: float
-    values: (
-        Tensor  # on the CPU: the loss, and the norm of the gradient if that is known
-    )
+    # on the CPU: the loss, and the norm of the gradient if that is known
+    values: Tensor
     event: torch.Event | None  # after which `values` are there; None: they are

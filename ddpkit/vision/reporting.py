@@ -37,7 +37,7 @@ from ddpkit.run.file_names import (
 from ddpkit.run.loop import Run
 from ddpkit.vision import images, pictures
 from ddpkit.vision.bars import tqdm
-from ddpkit.vision.beside import SAID, beside
+from ddpkit.vision.beside import Beside
 from ddpkit.vision.boards import Board, Entry
 from ddpkit.vision.mistakes import (
     MEASURES,
@@ -107,7 +107,6 @@ class Reporter:
     ) -> None:
         if isinstance(tracker, str):
             self.check_tracker(tracker)
-        SAID.clear()
         self.folder = Path(folder)
         self.epochs = epochs
         self.classes = classes
@@ -125,6 +124,7 @@ class Reporter:
         # the time, and `images`, at the last entry of the log
         self.since = self.began, 0
         self.pending: list[Entry] = []
+        self.beside = Beside()
         self.log: Log | None = None  # the tracker's
         self.facts: dict[str, Any] = {}  # args.json
         self.network = ""  # the line on its parameters
@@ -142,9 +142,9 @@ class Reporter:
         self.rows = rows
         self.device = device
         # run.writer.add_scalar("mine", value, run.step + 1), on all ranks
-        self.writer = Board(self.folder / STEPS, step, self.active)
+        self.writer = Board(self.folder / STEPS, step, self.active, self.beside)
         # in a folder of its own, for other people's scalars have other steps
-        self.board = Board(self.folder / EPOCHS, epoch, self.active)
+        self.board = Board(self.folder / EPOCHS, epoch, self.active, self.beside)
 
     def begin_run(self, run: Run) -> bool:
         """Go on where `run` does; return whether all is done and recorded, and nothing left.
@@ -452,8 +452,8 @@ class Reporter:
         path = self.folder / "curves.png"
         best = self.facts.get("best", ())
         shown = path, self.rows, self.classes, *best
-        beside(f"{path} was not drawn", pictures.draw_curves, *shown)
-        beside(f"{self.folder}/metrics.csv was not written", self.write_rows)
+        self.beside(f"{path} was not drawn", pictures.draw_curves, *shown)
+        self.beside(f"{self.folder}/metrics.csv was not written", self.write_rows)
         is_new = not any((self.folder / EPOCHS).glob(EVENTS))
         for row in self.rows if is_new else new:
             for name, value in only_numbers(row).items():
@@ -463,7 +463,7 @@ class Reporter:
         for row in new:
             if self.log:
                 numbers = only_numbers(row)
-                beside("the tracker did not accept a row", self.log, numbers)
+                self.beside("the tracker did not accept a row", self.log, numbers)
 
     def write_rows(self) -> None:
         # of all rows, in their order: a later one may have more
@@ -475,7 +475,7 @@ class Reporter:
     def start_tracker(self) -> None:
         """Start the tracker, if there is one, and this was not tried before."""
         if self.tracker:
-            beside("the tracker did not start", self._start_tracker, self.tracker)
+            self.beside("the tracker did not start", self._start_tracker, self.tracker)
         self.tracker = None
 
     def _start_tracker(self, tracker: str | Start) -> None:
@@ -493,7 +493,7 @@ class Reporter:
     def write_json(self, name: str, value: object) -> None:
         path = self.folder / name
         text = json.dumps(value, indent=2, default=str)
-        beside(f"{path} was not written", files.save_text, path, f"{text}\n")
+        self.beside(f"{path} was not written", files.save_text, path, f"{text}\n")
 
     def _mistakes(self, model: nn.Module, loader: object) -> Mistakes:
         return Mistakes(model, loader, self.classes, self.predict, self.draw)
@@ -509,8 +509,8 @@ class Reporter:
         def write() -> None:
             mistakes = self._mistakes(model, loader)
             failed = f"{self.folder} lacks images of best.pt"
-            beside(failed, mistakes.write_files, self.folder, confusion, worst)
-            beside(failed, mistakes.draw_examples, self.folder / "examples.png")
+            self.beside(failed, mistakes.write_files, self.folder, confusion, worst)
+            self.beside(failed, mistakes.draw_examples, self.folder / "examples.png")
 
         distributed.await_rank_zero(write)
 
@@ -546,11 +546,11 @@ class Reporter:
         mistakes = self._mistakes(model, loader)
         folder = self.folder / "eval"
         failed = f"{folder} lacks files of this evaluation"
-        beside(failed, files.make_folder, folder)
-        beside(failed, remove_images, folder, EVALUATED)  # of another checkpoint
-        beside(failed, mistakes.write_files, folder, confusion, worst)
+        self.beside(failed, files.make_folder, folder)
+        self.beside(failed, remove_images, folder, EVALUATED)  # of another checkpoint
+        self.beside(failed, mistakes.write_files, folder, confusion, worst)
         if worst and len(worst[0]) > 2:
-            more = beside(failed, mistakes.write_predictions, folder, worst)
+            more = self.beside(failed, mistakes.write_predictions, folder, worst)
             results = {**results, **(more or {})}
         names = [name for name in EVALUATED if (folder / name).exists()]
         if names:
@@ -565,7 +565,7 @@ class Reporter:
         count = samples.size(samples.dataset_of(loader))
         for line in evaluation_lines(results, confusion, self.classes, count):
             distributed.print0(line)
-        beside("classes were not checked", say_weak, folder, results)
+        self.beside("classes were not checked", say_weak, folder, results)
 
     def print_results(self, name: str, best: float, epoch: int, example: str) -> None:
         """Print the best score, the paths of the results, and the command that uses them.
@@ -583,7 +583,7 @@ class Reporter:
         hint = what_next(self.rows, *self.facts.get("best", ("", "")))
         if hint:
             distributed.print0(hint)
-        beside("classes are not looked at", say_weak, self.folder, {name: best})
+        self.beside("classes are not looked at", say_weak, self.folder, {name: best})
         script = process.project() / "predict.py"
         if script.is_file():
             paths = [os.path.relpath(script), os.path.relpath(example)]
