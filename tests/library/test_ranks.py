@@ -32,6 +32,7 @@ from ddpkit.ranks import (
     explaining,
     failures,
     meeting,
+    process,
     protocol,
 )
 from ddpkit.run import agreement
@@ -116,6 +117,7 @@ def test_what_ranks_need_alike(name, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "main", raising=False)
     importlib.import_module("main")
+    monkeypatch.setattr(process, "project", lambda: tmp_path)
 
     def gathered(mine: tuple[str, dict]) -> list:
         return [mine, ("rank 1", {**mine[1], name: OTHERS[name]})]
