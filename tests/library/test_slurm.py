@@ -32,6 +32,7 @@ def slurm() -> Iterator[Slurm]:
         pytest.skip(f"no SLURM: {error}")
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_stopped_and_requeued(slurm, project, few, tmp_path):
     """It saves and goes on at that step; srun with a task per rank ends with the same bits.

@@ -98,6 +98,7 @@ class Chain:
         return done
 
 
+@pytest.mark.soak
 def test_stopped_and_killed_again_and_again(project, data, tmp_path, chance):
     """Its end is that of the run that nobody touched, to the bit."""
     whole = tmp_path / "whole"

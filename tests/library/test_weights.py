@@ -18,7 +18,7 @@ import segmentation_models_pytorch as smp
 import timm
 import torch
 import torchvision
-from generated import Done, Project, both_tasks
+from generated import Done, Project, both_tasks, in_soak
 from ports import free_port
 from ranks import on_ranks, setup
 from safetensors.torch import load_file, save_file
@@ -252,7 +252,7 @@ def test_timms_weights(downloads: Downloads) -> None:
 
 @pytest.mark.parametrize(
     ("project", "downloads"),
-    [("classification", "dinov3"), ("segmentation", "dpt")],
+    [("classification", "dinov3"), in_soak("segmentation", "dpt")],
     indirect=True,
 )
 def test_dinov3(downloads: Downloads, few: Path, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_modules_without_posix() -> None:
     run([sys.executable, "-c", code], PYTHONPATH=WINDOWS).ok()
 
 
+@pytest.mark.soak
 def test_spawned_loader_workers(project: Project, few: Path, tmp_path: Path) -> None:
     """Where no worker is forked a run stops, resumes, and ends with the same bits."""
     make = loading.val_loader

@@ -21,6 +21,7 @@ from generated import (
     Done,
     Project,
     both_but_one_in_soak,
+    in_soak,
     left,
     rows,
     run,
@@ -209,7 +210,12 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
+MARKED = [
+    in_soak(part) if part in ("resume", "determinism") else part for part in PARTS
+]
+
+
+@pytest.mark.parametrize("part", MARKED)
 def test_of_a_gpu(tmp_path: Path, part: str) -> None:
     """On a CPU, which proves no more than that it runs."""
     assert "| --" in benchmark(tmp_path, "gpu", part, PARTS[part]).ok().out

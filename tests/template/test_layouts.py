@@ -84,6 +84,7 @@ def test_no_file_of_the_template(origin: Repository, installed: Installed) -> No
     assert git("status", "--porcelain", "--ignored", cwd=repository, env=env) == ""
 
 
+@pytest.mark.soak
 def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) -> None:
     """However it is started, with a copy and after it; loader workers, too."""
     flags = own.flags(few, tmp_path / "out", "--workers", 1, "--resume", "never")

@@ -238,6 +238,7 @@ def test_diffs_apply_and_are_clean(project: Project, tmp_path: Path) -> None:
         assert done.status == 0, done.out
 
 
+@pytest.mark.soak
 def test_types(projects: Callable[[str], Project], tmp_path: Path) -> None:
     """Of both projects, without edits and with them.
 
