@@ -612,7 +612,7 @@ class Checkpoints:
             self._write()
 
     def _save_again(self) -> None:
-        self._write()
+        """Nothing: an epoch is saved after all that the script does in it."""
 
     def _state(self, is_inside: bool = False) -> State:
         self.unsaved.say_optimizers()

@@ -902,6 +902,36 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
             assert step < 2
 
 
+def test_an_epoch_without_steps(tmp_path: Path) -> None:
+    """What the next one changes before its steps is not saved: a run that resumes does it again."""
+
+    class Killed(Exception):
+        pass
+
+    def train(folder: str, stop: bool = False) -> list[float]:
+        net = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        optimizer.step()
+        checkpoints = ddpkit.Checkpoints(
+            tmp_path / folder, net=net, optimizer=optimizer, scheduler=scheduler
+        )
+        rates = []
+        for epoch in checkpoints.epochs(3):
+            scheduler.step()
+            if not epoch:
+                continue
+            for _ in checkpoints.steps(range(3)):
+                rates += scheduler.get_last_lr()
+                if stop:
+                    raise Killed
+        return rates
+
+    with pytest.raises(Killed):
+        train("stopped", stop=True)
+    assert train("stopped") == train("whole")
+
+
 def test_a_change_before_the_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
