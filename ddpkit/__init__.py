@@ -88,6 +88,7 @@ NAMES = {
     "vision.tiles": "sliding_window",
 }
 DOOR = {name: module for module, names in NAMES.items() for name in names.split()}
+__all__ = [*DOOR]
 
 
 def __getattr__(name: str) -> object:
@@ -97,3 +98,7 @@ def __getattr__(name: str) -> object:
         importlib.import_module(f"ddpkit.{DOOR[name]}"), name
     )
     return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,5 +2,5 @@
 
 from pathlib import Path
 
-__version__ = "3.0.0"
+__version__ = "3.1.0"
 FOLDER = Path(__file__).parent

@@ -13,6 +13,7 @@ Path(".copier-answers.yml").write_text(
     json.dumps(answers, indent=2) + "\n", encoding="utf-8"
 )
 address = re.sub("^gh:(.*)", r"https://github.com/\1.git", answers["_src_path"])
+address = address.removeprefix("git+")
 context = {**answers, "_template": address, "_commit": sys.argv[2]}
 
 

@@ -236,7 +236,7 @@ recipes: batch size, out of memory, oom
 virtual-ranks: reproducibility
 fine-tuning: transfer learning, fine-tuning, finetune, freeze, backbone, pretrained weights
 many-nodes: multi-node, multi-gpu, slurm, elastic
-own-data: k-fold, stratified, custom dataset, multi-label, image size, greyscale, leakage
+own-data: k-fold, stratified, custom dataset, multi-label, image size, greyscale, grayscale, leakage
 library: conda, virtual environment, conflict
 what-survives: checkpoint, resume, fault tolerance, preemption
 output: tensorboard, confusion matrix, csv
@@ -255,13 +255,15 @@ speed: data loading
 
 # Words that a search finds in a sentence.
 MENTIONED = """
+fine-tuning: normalization, finetuning, proxy, hf_hub_offline
+own-data: cross validation
 when-it-hangs: address already in use, socket timeout, straggler
 speed: channels_last, throughput, persistent_workers
-output: random seed
+output: random seed, visualize
 launchers: rocm
 recipes: weights & biases
 labels: hdf5
-library: git init
+library: git init, cite, deprecation
 edits: pre-commit, git init
 """
 

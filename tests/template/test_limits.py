@@ -280,6 +280,7 @@ def test_names_of_ddpkit_that_a_project_uses(task: str) -> None:
     assert len(names) <= 35, ROOM_OR_EDIT
     assert len(ddpkit.DOOR) <= 40, ROOM
     assert names <= ddpkit.DOOR.keys()
+    assert dir(ddpkit) == sorted(ddpkit.DOOR)
     imports = re.findall(
         r"^ *(?:import|from) ddpkit\b.*", "\n".join(found.values()), re.MULTILINE
     )

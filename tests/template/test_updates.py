@@ -281,6 +281,10 @@ def test_copier(repository: Repository, tmp_path: Path) -> None:
     assert "# mine\n" in text
     assert text.endswith("# newer\n")
     git("diff", "--check", cwd=same, env=env)
+    other = tmp_path / "other"
+    words = ["copy", f"git+https://github.com/{fork}", other]
+    copier(*words, cwd=tmp_path, env=env)
+    assert f"@ git+https://github.com/{fork}@" in requirements(other)
 
 
 def test_answers_to_copier(repository: Repository, tmp_path: Path) -> None:
