@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from ddpkit.errors import DiskError, LineError, UserError, reason_of, shorten
+from ddpkit.errors import DiskError, LineError, UserError, reason_of
 
 T = TypeVar("T")
 
@@ -48,12 +48,8 @@ def failure(path: Path | str, error: OSError, verb: str = "written") -> LineErro
     return UserError(f"{path}: cannot be {verb} ({reason})")
 
 
-def missing(path: Path | str, kind: str) -> UserError:
-    """Return what to raise for a file that is not there; it names those of its `kind` beside it."""
-    folder = Path(path).parent
-    names = sorted(each.name for each in folder.glob(kind))
-    has = f"; {folder} has {shorten(names)}" if names else ""
-    return UserError(f"{path}: no such file{has}")
+def missing(path: Path | str) -> UserError:
+    return UserError(f"{path}: no such file")
 
 
 def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:

@@ -112,7 +112,6 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     if dist.get_debug_level() == dist.DebugLevel.OFF:
         dist.set_debug_level(dist.DebugLevel.INFO)  # DDP then names weights
     _explainers[:] = explainers
-    threading.excepthook = workers.on_thread_error
     own_pid = os.getpid()
     try:
         # In a thread: an error of another rank, or of a worker, has to end this one also

@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import traceback
 from multiprocessing import queues
 from multiprocessing.context import BaseContext
@@ -27,7 +26,6 @@ HINTS = {
     "SIGKILL": ": out of memory? Use fewer loader workers (see dmesg)",
     "SIGBUS": ": /dev/shm full?",
 }
-TENSORBOARDS = "_AsyncWriterThread"  # whose error is raised again where one writes
 # By the error, the files that it passed, and its text: what a rank or its worker lacks
 LACKING = {
     "start new thread|: Resource temporarily unavailable$|EAGAIN in .*popen_fork": (
@@ -112,12 +110,6 @@ def worker_context(count: int) -> BaseContext | None:
     context.Process = Worker
     context.Queue = functools.partial(Queue, ctx=context)
     return context
-
-
-def on_thread_error(failure: threading.ExceptHookArgs) -> None:
-    """Print the traceback of a thread, but not where its error is raised again."""
-    if type(failure.thread).__name__ != TENSORBOARDS:
-        threading.__excepthook__(failure)
 
 
 def fail(error: BaseException) -> None:

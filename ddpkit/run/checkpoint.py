@@ -190,7 +190,7 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
     is_whole: an archive whose checksums are right.
     """
     if isinstance(error, FileNotFoundError) and not os.path.lexists(path):
-        return files.missing(path, "*.pt")
+        return files.missing(path)
     # such as a folder, or a link that leads nowhere
     is_no_file = os.path.lexists(path) and not os.path.isfile(path)
     # EINVAL: an offset before the beginning, as an archive may have that is cut short.
@@ -204,11 +204,9 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
     if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
         return DiskError(f"{path}: not enough memory to read it ({reason})")
     if is_whole and isinstance(error, pickle.UnpicklingError):
-        name = re.search(r"GLOBAL (\S+)|$", said)
-        such = f", such as {name[1]}" if name and name[1] else ""
         return Foreign(
             f"{path}: not a readable checkpoint (torch.load with weights_only=True rejects "
-            f"non-plain types{such})"
+            "non-plain types)"
         )
     # Torch's reader of archives looks at more than zipfile does.
     return Damaged(

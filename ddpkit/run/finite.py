@@ -1,56 +1,43 @@
 """Whether losses and weights are numbers, before they are saved."""
 
+import itertools
 import math
-import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from ddpkit.errors import UserError
-from ddpkit.ranks import distributed
 from ddpkit.run.progress import LOSS, Rows
-from ddpkit.run.resuming import Checkpoints
 
 
-def check_weights(model: nn.Module, run: Checkpoints) -> None:
-    """Raise a UserError unless all weights are finite; one device read."""
-    # but for float8, with which nothing is trained
-    weights = {
-        name: each.detach()
-        for name, each in model.named_parameters()
-        if each.element_size() > 1
-    }
-    device = next(model.parameters()).device
+def check_weights(networks: Iterable[nn.Module], where: str) -> None:
+    """Raise a UserError unless all weights that are trained are finite; one device read."""
+    every = itertools.chain(*(network.named_parameters() for network in networks))
+    trained = [(name, each.detach()) for name, each in every if each.requires_grad]
     # faster than isfinite, and as exact: what is not finite is NaN then, all else 0
-    is_zero = [((each * 0).sum() == 0).to(device) for each in weights.values()]
-    for name, is_finite in zip(weights, torch.stack(is_zero).tolist(), strict=True):
-        if not is_finite:
-            raise not_finite(name, distributed.rank(), run)
+    sums = [(weight * 0).sum().abs().float() for _, weight in trained]
+    if not sums:
+        return
+    values = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
+    for (name, _), value in zip(trained, values, strict=True):
+        if value != 0:
+            raise not_finite(name, where)
 
 
-def check_losses(of_ranks: Sequence[Rows], run: Checkpoints) -> None:
+def check_losses(of_ranks: Sequence[Rows], where: str) -> None:
     """Raise a UserError unless the sums of losses are finite, of all ranks, or of this one."""
     finite = [math.isfinite(rows[LOSS][2]) for rows in of_ranks]
     if all(finite):
         return
     what = "the loss"
-    rank = distributed.rank()
-    if len(finite) > 1:
-        rank = finite.index(False)
-        if any(finite):
-            what = f"the loss of rank {rank}"
-    raise not_finite(what, rank, run)
+    if any(finite):
+        what = f"the loss of rank {finite.index(False)}"
+    raise not_finite(what, where)
 
 
-def not_finite(what: str, rank: int, run: Checkpoints) -> UserError:
-    epoch = run.epoch + 1
-    step = run.done or 1
-    folder = run.folder.path
-    again = f"--resume {shlex.quote(str(folder / 'last.pt'))} --output-dir ANOTHER"
+def not_finite(what: str, where: str) -> UserError:
     return UserError(
-        f"{what} became NaN or inf at epoch {epoch}, step {step}: try a lower --lr or more "
-        f"--warmup-epochs, and check the input images; the checkpoints in {folder} are from "
-        f"before; to debug it: {again} --debug-rank {rank}, with a breakpoint in train_one_epoch "
-        "on the condition: not loss.isfinite()"
+        f"{what} became NaN or inf at {where}; the checkpoints are from before: try a lower "
+        "learning rate, a longer warmup or gradient clipping, and check the data"
     )

@@ -576,7 +576,7 @@ class Run(Checkpoints):
             self.report.log_step(self.step, loss_since, lr, grad_norm, at)
         if time.monotonic() - self.checked_at > SECONDS_BETWEEN_CHECKS:
             self.checked_at = time.monotonic()
-            finite.check_losses([self.sums.collect()], self)
+            finite.check_losses([self.sums.collect()], self._here())
 
     def _count(self, before: int) -> None:
         if self.step != before + 1:
@@ -610,7 +610,7 @@ class Run(Checkpoints):
 
     def _sums_of_all(self) -> Rows:
         ranks = distributed.gather_objects(self.sums.collect())
-        finite.check_losses(ranks, self)
+        finite.check_losses(ranks, self._here())
         return added_up(ranks)
 
     # The end of an epoch.
@@ -716,7 +716,6 @@ class Run(Checkpoints):
         sums = {}
         for name, (total, count, lost) in self._sums_of_all().items():
             sums[name] = [str(total), str(count), lost]
-        finite.check_weights(self.model, self)
         state = super()._state(is_inside)
         parts = state.pop("parts")
         state |= {"scheduler": {}, **parts}

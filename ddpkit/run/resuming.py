@@ -40,7 +40,7 @@ from ddpkit.ranks.stopping import (
 )
 from ddpkit.ranks.virtual import VirtualRanks
 from ddpkit.ranks.virtual_steps import VirtualSteps, check_ended
-from ddpkit.run import checkpoint, states
+from ddpkit.run import agreement, checkpoint, finite, states
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import progress_line, say_batches
 from ddpkit.run.states import State
@@ -224,6 +224,8 @@ class Checkpoints:
         self.ranks = distributed.world_size()
         self.rank = distributed.rank()
         self.ranks_then = self.ranks
+        self.length = 0  # steps of an epoch; 0: not known
+        self.training_set = ""  # of a train_loader
         self.reading = Reading(seed)
         # whether the ranks have seeded torch each with a number of its own
         self.draws_by_rank = self.reading.is_seeded_by_rank
@@ -325,6 +327,8 @@ class Checkpoints:
                     agree()
                 except Stopped:
                     self._leave()
+        # for what is drawn after them, also if none was left
+        samples.seed(self.seed, count, self.share_outside, 2, 0)
 
     @contextlib.contextmanager
     def _in_epochs(self) -> Iterator[None]:
@@ -361,6 +365,8 @@ class Checkpoints:
             virtual_ranks = batches.sampler.virtual_ranks
             if virtual_ranks:
                 length = batches.sampler.steps
+            if self.step == self.first_step:
+                agreement.check_alike((), training=batches)
         else:
             note_seeded(batches)
 
@@ -615,6 +621,7 @@ class Checkpoints:
         """Nothing: an epoch is saved after all that the script does in it."""
 
     def _state(self, is_inside: bool = False) -> State:
+        finite.check_weights(self._modules(), self._here())
         self.unsaved.say_optimizers()
         taken = states.take_states(self.parts)
         return {
@@ -630,6 +637,8 @@ class Checkpoints:
             "step": self.step,
             "is_inside": is_inside,
             "global_batch": self.global_batch,
+            "training_set": self.training_set,
+            "length": self.length,
             "best": self.best_score,
             "variables": self.variables.changes(self, self.parts, not self.done),
         }
@@ -652,6 +661,8 @@ class Checkpoints:
         self.global_batch = state["global_batch"]
         self.best_score = state["best"]
         self.ranks_then = state["ranks"]
+        self.length = state.get("length", 0)
+        self.training_set = state.get("training_set", "")
         if self.done and state["seed"] != self.seed:
             self._start_over(f"the seed was {state['seed']}")
 
@@ -711,7 +722,7 @@ class Checkpoints:
         """Return an iterator over what is left of the epoch's `batches`, `length` in all."""
         sampler = getattr(batches, "sampler", None)
         global_batch = getattr(sampler, "global_batch", 0)
-        ranks = distributed.world_size()
+        training_set = getattr(sampler, "order", {}).get("training_set", "")
         reason = ""  # why other batches would follow
         if global_batch:
             if global_batch != self.global_batch:
@@ -722,9 +733,16 @@ class Checkpoints:
                     "batch_size x ranks x accumulate",
                     "the learning rate",
                 )
+            elif self.training_set not in ("", training_set):
+                reason = "the training set has changed"
             self.global_batch = global_batch
-        elif not isinstance(batches, Sequence) and self.ranks_then != ranks:
-            reason = f"the number of ranks was {self.ranks_then}"
+            self.training_set = training_set
+        elif not isinstance(batches, Sequence):
+            if self.ranks_then != distributed.world_size():
+                reason = f"the number of ranks was {self.ranks_then}"
+            elif self.length not in (0, length):
+                reason = f"an epoch had {self.length} steps, now {length}"
+            self.length = length or 0
         if self.done and reason:
             self._start_over(reason)
         # A loader that is a part may have been given its place.

@@ -167,7 +167,6 @@ def checksums(run: object, parts: states.Parts, is_within: bool = True) -> Check
     for function, variables in scopes(run):
         for name, value in variables.items():
             with contextlib.suppress(Exception):  # of objects of libraries
-                hooks += [hook for hook, _ in getattr(value, "_comm_hooks", ())]
                 value = replicas.bare(value)
                 if name[:2] == "__" or id(value) in known:
                     continue

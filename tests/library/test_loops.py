@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import itertools
+import math
 import os
 import queue
 import random
@@ -15,7 +16,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -953,3 +954,89 @@ def test_a_change_before_the_steps(
                     is_top and epoch + step == 0
                 )
             scheduler.step()
+
+
+def test_weights_that_are_not_finite(tmp_path: Path) -> None:
+    """They are in no checkpoint, of a script of one's own, too."""
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    checkpoints = ddpkit.Checkpoints(tmp_path, save_every=2, net=net, opt=optimizer)
+    with refusal("finite.not_finite", "weight", "epoch 1, step 6"):
+        for _ in checkpoints.epochs(1):
+            for step in checkpoints.steps(range(8)):
+                net(torch.ones(2) * (math.nan if step == 5 else 1)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    state = torch.load(tmp_path / "last.pt", weights_only=True)
+    assert state["step"] == 4
+    assert state["parts"]["net"]["weight"].isfinite().all()
+
+
+def test_folds_of_a_script(tmp_path: Path) -> None:
+    """What it draws after a fold is the same, whether that was trained now or before."""
+
+    class Killed(Exception):
+        pass
+
+    def train(folder: str, stop: bool = False) -> list[list[int]]:
+        torch.manual_seed(0)
+        splits = []
+        for fold in range(2):
+            splits.append(torch.randperm(8).tolist())
+            net = torch.nn.Linear(2, 2)
+            checkpoints = ddpkit.Checkpoints(tmp_path / folder / str(fold), net=net)
+            for _ in checkpoints.epochs(2):
+                for step in checkpoints.steps(range(3)):
+                    if stop and fold and step:
+                        raise Killed
+                torch.rand(3)  # as a validation with noise
+        return splits
+
+    with pytest.raises(Killed):
+        train("stopped", stop=True)
+    assert train("stopped") == train("whole")
+
+
+@ranks.on_ranks(2)
+def test_another_training_set(tmp_path: Path) -> None:
+    """On another rank it is refused; in another start, or if shorter, the epoch starts over."""
+
+    class Killed(Exception):
+        pass
+
+    def train(made: Callable[[], Any], stop: bool = False) -> list[str]:
+        lines: list[str] = []
+        distributed.print0 = lines.append
+        net = torch.nn.Linear(2, 2)
+        checkpoints = ddpkit.Checkpoints(tmp_path / made.__name__.strip("<>"), net=net)
+        for _ in checkpoints.epochs(1):
+            for step, _ in enumerate(checkpoints.steps(made())):
+                if stop and step == 1:
+                    checkpoints.save()
+                if stop and step == 2:
+                    raise Killed
+        return lines
+
+    data = [(torch.ones(2), 0)] * 64
+    indices = list(range(32))
+    size = 4
+
+    def subsets() -> Any:
+        own = torch.utils.data.Subset(data, indices)
+        return ddpkit.train_loader(own, 2, workers=0)
+
+    def loaders() -> Any:
+        return torch.utils.data.DataLoader(data, size)
+
+    for made, text in (
+        (subsets, "the training set has changed"),
+        (loaders, "had 8 steps, now 4"),
+    ):
+        with pytest.raises(Killed):
+            train(made, stop=True)
+        indices = [index + 8 for index in indices]
+        size *= 2
+        assert len([line for line in train(made) if text in line]) == 1
+    indices = list(range(distributed.rank(), 32 + distributed.rank()))
+    with refusal("agreement.check_alike", "all ranks need the same data"):
+        train(lambda: subsets())
