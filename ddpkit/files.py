@@ -48,10 +48,6 @@ def failure(path: Path | str, error: OSError, verb: str = "written") -> LineErro
     return UserError(f"{path}: cannot be {verb} ({reason})")
 
 
-def missing(path: Path | str) -> UserError:
-    return UserError(f"{path}: no such file")
-
-
 def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:
     """Return `function(*args)`; if a network disk still does not answer, raise a DiskError."""
     tries = 0

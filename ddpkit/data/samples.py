@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ddpkit.errors import LineError, UserError, print_error, shorten
@@ -537,7 +538,7 @@ def first_checksums(loader: Any) -> dict[str, int]:
     with keeping_random_state():
         read = list(reads)
     # what no augmentation changes; a mask may be turned with its image
-    label = [part for part in read[0] if getattr(part, "ndim", 0) < 2]
+    label = [part for part in tree_leaves(read[0]) if getattr(part, "ndim", 0) < 2]
     checksums = {"label": checksum(label)}
     whole = {checksum(sample) for sample in read}
     if len(whole) == 1:

@@ -1,9 +1,9 @@
 """Whether all ranks have the same data, code and versions."""
 
+import os
 import sys
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -75,5 +75,4 @@ def modules() -> dict[str, ModuleType]:
 def own_path(file: str | None) -> str:
     """Return the path of a file of the project, in its repository; of ddpkit's, none."""
     path = process.within(process.repository(process.project()), file or "")
-    is_ours = path and "ddpkit" in Path(path).parts
-    return "" if is_ours else path
+    return "" if "ddpkit" in path.split(os.sep) else path

@@ -190,7 +190,7 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
     is_whole: an archive whose checksums are right.
     """
     if isinstance(error, FileNotFoundError) and not os.path.lexists(path):
-        return files.missing(path)
+        return UserError(f"{path}: no such file")
     # such as a folder, or a link that leads nowhere
     is_no_file = os.path.lexists(path) and not os.path.isfile(path)
     # EINVAL: an offset before the beginning, as an archive may have that is cut short.

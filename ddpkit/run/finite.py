@@ -1,20 +1,22 @@
 """Whether losses and weights are numbers, before they are saved."""
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddpkit.errors import UserError
+from ddpkit.ranks import replicas
 from ddpkit.run.progress import LOSS, Rows
 
 
 def check_weights(networks: Iterable[nn.Module], where: str) -> None:
     """Raise a UserError unless all weights that are trained are finite; one device read."""
-    every = itertools.chain(*(network.named_parameters() for network in networks))
-    trained = [(name, each.detach()) for name, each in every if each.requires_grad]
+    trained: list[tuple[str, Tensor]] = []
+    for network in networks:
+        named = (each for each in network.named_parameters() if each[1].requires_grad)
+        trained += replicas.plain(named).items()
     # faster than isfinite, and as exact: what is not finite is NaN then, all else 0
     sums = [(weight * 0).sum().abs().float() for _, weight in trained]
     if not sums:

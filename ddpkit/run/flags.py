@@ -183,7 +183,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{word} includes itself")
             path = Path(at_home(word)[1:])
             if not path.exists():
-                raise files.missing(path)
+                raise UserError(f"{path}: no such file")
             for line in files.read_text(path).splitlines():
                 inner = self.convert_arg_line_to_args(line)
                 words += self._read_args_from_files(inner, [*around, word])

@@ -311,7 +311,7 @@ def test_damage_of_other_kinds(tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with refusal("checkpoint.unreadable", path):
             pretrained.read_tensors(str(path))
-    with refusal("files.missing", "none.pt: no such file"):
+    with refusal("checkpoint.unreadable", "none.pt: no such file"):
         checkpoint.read(tmp_path / "none.pt")
 
 

@@ -121,7 +121,7 @@ def test_flags_that_do_not_exist(project):
         Path("conf.yaml").write_text("epochs: 5\nlr: 0.1\n")
         with refusal("flags.error", "epochs: no such flag; did you mean --epochs?"):
             parse_args(["@conf.yaml"])
-        with refusal("files.missing", "recipes/no.txt: no such file"):
+        with refusal("flags.read_args_from_files", "recipes/no.txt: no such file"):
             parse_args(["@recipes/no.txt"])
 
     project.here(check).ok()

@@ -1040,3 +1040,5 @@ def test_another_training_set(tmp_path: Path) -> None:
     indices = list(range(distributed.rank(), 32 + distributed.rank()))
     with refusal("agreement.check_alike", "all ranks need the same data"):
         train(lambda: subsets())
+    made = ddpkit.Checkpoints(tmp_path / "numbers")
+    assert len(list(made.steps(ddpkit.train_loader(range(32), 2, workers=0)))) == 8
