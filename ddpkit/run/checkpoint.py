@@ -204,9 +204,11 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
     if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
         return DiskError(f"{path}: not enough memory to read it ({reason})")
     if is_whole and isinstance(error, pickle.UnpicklingError):
+        name = re.search(r"GLOBAL (\S+)|$", said)
+        such = f", such as {name[1]}" if name and name[1] else ""
         return Foreign(
             f"{path}: not a readable checkpoint (torch.load with weights_only=True rejects "
-            "non-plain types)"
+            f"non-plain types{such})"
         )
     # Torch's reader of archives looks at more than zipfile does.
     return Damaged(

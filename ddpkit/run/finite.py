@@ -1,28 +1,26 @@
 """Whether losses and weights are numbers, before they are saved."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import replicas
 from ddpkit.run.progress import LOSS, Rows
+from ddpkit.run.states import Names
 
 
-def check_weights(networks: Iterable[nn.Module], where: str) -> None:
+def check_weights(names: Names, where: str) -> None:
     """Raise a UserError unless all weights that are trained are finite; one device read."""
-    trained: list[tuple[str, Tensor]] = []
-    for network in networks:
-        named = (each for each in network.named_parameters() if each[1].requires_grad)
-        trained += replicas.plain(named).items()
+    named = ((name, each) for each, name in names.items() if each.requires_grad)
+    trained = replicas.plain(named)
     # faster than isfinite, and as exact: what is not finite is NaN then, all else 0
-    sums = [(weight * 0).sum().abs().float() for _, weight in trained]
+    sums = [(weight * 0).sum().abs().float() for weight in trained.values()]
     if not sums:
         return
     values = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
-    for (name, _), value in zip(trained, values, strict=True):
+    for name, value in zip(trained, values, strict=True):
         if value != 0:
             raise not_finite(name, where)
 

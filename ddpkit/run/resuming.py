@@ -621,7 +621,7 @@ class Checkpoints:
         """Nothing: an epoch is saved after all that the script does in it."""
 
     def _state(self, is_inside: bool = False) -> State:
-        finite.check_weights(self._modules(), self._here())
+        finite.check_weights(states.names_of(self.parts), self._here())
         self.unsaved.say_optimizers()
         taken = states.take_states(self.parts)
         return {
