@@ -311,7 +311,8 @@ class Checkpoints:
         It also saves before the last step of each: if what follows the steps does not end in time
         after a signal, that step is done once more, and nothing is lost.
         """
-        with on_signals(self._here), self._in_epochs():
+        # A script draws on after them as if there had been none, also if none was left.
+        with samples.keeping_random_state(), on_signals(self._here), self._in_epochs():
             while self.epoch < count:
                 # for what is drawn before its steps, such as by zip(loader, other)
                 samples.seed(self.seed, self.epoch, self.share_outside, 0, 0)
@@ -327,8 +328,6 @@ class Checkpoints:
                     agree()
                 except Stopped:
                     self._leave()
-        # for what is drawn after them, also if none was left
-        samples.seed(self.seed, count, self.share_outside, 2, 0)
 
     @contextlib.contextmanager
     def _in_epochs(self) -> Iterator[None]:
