@@ -311,8 +311,7 @@ class Checkpoints:
         It also saves before the last step of each: if what follows the steps does not end in time
         after a signal, that step is done once more, and nothing is lost.
         """
-        # A script draws on after them as if there had been none, also if none was left.
-        with samples.keeping_random_state(), on_signals(self._here), self._in_epochs():
+        with self._in_run(), self._in_epochs():
             while self.epoch < count:
                 # for what is drawn before its steps, such as by zip(loader, other)
                 samples.seed(self.seed, self.epoch, self.share_outside, 0, 0)
@@ -328,6 +327,12 @@ class Checkpoints:
                     agree()
                 except Stopped:
                     self._leave()
+
+    @contextlib.contextmanager
+    def _in_run(self) -> Iterator[None]:
+        """Of it all. A script draws on after it as before, also if it was done by then."""
+        with samples.keeping_random_state(), on_signals(self._here):
+            yield
 
     @contextlib.contextmanager
     def _in_epochs(self) -> Iterator[None]:
@@ -489,7 +494,7 @@ class Checkpoints:
         # if it is left: in a notebook it may go on
         after = Phase.OUTSIDE if is_alone else Phase.AFTER
         try:
-            with on_signals(self._here) if is_alone else contextlib.nullcontext():
+            with self._in_run() if is_alone else contextlib.nullcontext():
                 yield
                 if is_alone:
                     self._write_step()
@@ -498,8 +503,8 @@ class Checkpoints:
         finally:
             if self.phase in IN_LOOP:  # not long after, when an iterator is thrown away
                 self.phase = after
-            # what is drawn after the steps
-            samples.seed(self.seed, self.epoch, self.share_outside, 1, 0)
+            if not is_alone:  # what is drawn after the steps
+                samples.seed(self.seed, self.epoch, self.share_outside, 1, 0)
 
     def _keep_changes(self) -> None:
         """Save again if parts were changed after an epoch was saved; to call on all ranks.

@@ -978,25 +978,28 @@ def test_folds_of_a_script(tmp_path: Path) -> None:
     class Killed(Exception):
         pass
 
-    def train(folder: str, stop: bool = False) -> list[list[int]]:
+    def train(folder: str, stop: bool = False, alone: bool = False) -> list[list[int]]:
         torch.manual_seed(0)
         splits = []
         for fold in range(3):
             splits.append(torch.randperm(8).tolist())
             net = torch.nn.Linear(2, 2)
             checkpoints = ddpkit.Checkpoints(tmp_path / folder / str(fold), net=net)
-            for _ in checkpoints.epochs(2):
+            for _ in (0,) if alone else checkpoints.epochs(2):
                 for step in checkpoints.steps(range(3)):
+                    torch.rand(2)
                     if stop and fold == 1 and step:
                         raise Killed
-                torch.rand(3)  # as a validation with noise
+                torch.rand(2 * (not alone))  # as a validation with noise
         return splits
 
-    with pytest.raises(Killed):
-        train("stopped", stop=True)
-    splits = train("whole")
-    assert train("stopped") == splits
-    assert len({str(split) for split in splits}) == 3
+    for alone in False, True:
+        folder = f"stopped {alone}"
+        with pytest.raises(Killed):
+            train(folder, True, alone)
+        splits = train(f"whole {alone}", False, alone)
+        assert train(folder, False, alone) == splits
+        assert len({str(split) for split in splits}) == 3
 
 
 @ranks.on_ranks(2)
