@@ -13,15 +13,17 @@ from ddpkit.run.states import Names
 
 def check_weights(names: Names, where: str) -> None:
     """Raise a UserError unless all weights that are trained are finite; one device read."""
-    named = ((name, each) for each, name in names.items() if each.requires_grad)
-    trained = replicas.plain(named)
-    # faster than isfinite, and as exact: what is not finite is NaN then, all else 0
-    sums = [(weight * 0).sum().abs().float() for weight in trained.values()]
+    trained = replicas.plain(
+        (name, each) for each, name in names.items() if each.requires_grad
+    )
+    # by their sums, in a tenth of the time that a look at each takes
+    sums = [weight.sum().isfinite() for weight in trained.values()]
     if not sums:
         return
-    values = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
-    for name, value in zip(trained, values, strict=True):
-        if value != 0:
+    finite = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
+    for name, is_finite in zip(trained, finite, strict=True):
+        # a sum may be beyond its type
+        if not is_finite and not trained[name].isfinite().all():
             raise not_finite(name, where)
 
 
