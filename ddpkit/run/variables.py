@@ -168,7 +168,7 @@ def checksums(run: object, parts: states.Parts, is_within: bool = True) -> Check
         for name, value in variables.items():
             with contextlib.suppress(Exception):  # of objects of libraries
                 value = replicas.bare(value)
-                if name[:2] == "__" or id(value) in known:
+                if name == "_" or name[:2] == "__" or id(value) in known:
                     continue
                 if is_mutable(value):  # an inner function may be given it, too
                     known.add(id(value))

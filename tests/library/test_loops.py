@@ -716,7 +716,7 @@ def test_variables_that_change_with_the_epoch(
     checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=torch.nn.Linear(2, 2))
     net = checkpoints.parts["net"]
     weights = [*net.parameters()]
-    best = 0.0
+    best = _ = 0.0
     lengths: list[int] = []
     for epoch in checkpoints.epochs(4):
         rate = 0.1 * 0.5 ** (epoch // 2)
@@ -724,6 +724,7 @@ def test_variables_that_change_with_the_epoch(
             best += random.random()
             weights[0].data += rate
             seen = best  # noqa: F841  set anew in each step
+        _ = random.random()  # which nobody reads
         lengths.append(epoch)
     out = capsys.readouterr().out
     assert len(re.findall("warning: best, lengths changed with the epoch", out)) == 1
