@@ -368,8 +368,8 @@ def main(name: str = "", folder: str = "") -> None:
     if name:
         project = Path(folder)
         task = TASKS[(project / "losses.py").exists()]
-        ruff = f"{sys.executable} -m ruff format --check --exclude ddpkit .".split()
-        subprocess.run(ruff, cwd=project, check=True)
+        ruff = ["-m", "ruff", "format", "--check", "--exclude", "ddpkit", "."]
+        subprocess.run([sys.executable, *ruff], cwd=project, check=True)
         (EDITS / f"{name}.diff").write_text(make_diff(generated(task), read(project)))
     PAGE.write_text(page())
     SITE_PAGE.write_text(site_page())

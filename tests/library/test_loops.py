@@ -907,9 +907,6 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
 def test_an_epoch_without_steps(tmp_path: Path) -> None:
     """What the next one changes before its steps is not saved: a run that resumes does it again."""
 
-    class Killed(Exception):
-        pass
-
     def train(folder: str, stop: bool = False) -> list[float]:
         net = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -976,9 +973,6 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
 def test_folds_of_a_script(tmp_path: Path) -> None:
     """What it draws after a fold is the same, whether that was trained now or before."""
 
-    class Killed(Exception):
-        pass
-
     def train(folder: str, stop: bool = False, alone: bool = False) -> list[list[int]]:
         torch.manual_seed(0)
         splits = []
@@ -1006,9 +1000,6 @@ def test_folds_of_a_script(tmp_path: Path) -> None:
 @ranks.on_ranks(2)
 def test_another_training_set(tmp_path: Path) -> None:
     """On another rank it is refused; in another start, or if shorter, the epoch starts over."""
-
-    class Killed(Exception):
-        pass
 
     def train(made: Callable[[], Any], stop: bool = False) -> list[str]:
         lines: list[str] = []
