@@ -171,10 +171,8 @@ def _follow_workers() -> None:
     It may be in a collective, and what torch raises in it may be swallowed.
     """
     fault = workers.find_fault()
-    if fault and not distributed.any_debugged():
-        time.sleep(2 * POLL_SECONDS)  # let the main thread say it first
-        if not process.End.is_leaving:
-            _end_if_known(fault)
+    if fault and not distributed.any_debugged() and not process.End.is_leaving:
+        _end_if_known(fault)
 
 
 def _follow_end() -> None:

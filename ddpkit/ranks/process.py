@@ -198,7 +198,6 @@ def exit_now(status: int) -> NoReturn:
     # By SIGKILL: torchrun would first wait for ranks that a debugger holds.
     if os.environ.get(DEBUGGED_LAUNCHER) == str(os.getppid()):
         os.kill(os.getppid(), KILL)
-    # At last: in the main thread torch raises an error for a worker that has ended.
     for child in multiprocessing.active_children():
         # one that hangs, or holds SIGTERM back; what a person has started may clean up
         child.kill() if child.daemon else child.terminate()
@@ -233,9 +232,6 @@ def remove_folders() -> None:
 
 
 def begin_to_leave(error: BaseException | None = None) -> None:
-    """Call it in the main thread: from here on workers may end, and torch's handler not raise."""
+    """Call it in the main thread: from here on workers may end."""
     End.is_leaving = True
     End.error = error
-    # torch's handler raises an error in the main thread once a worker has ended.
-    if hasattr(signal, "SIGCHLD"):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -18,6 +18,8 @@ from multiprocessing import queues
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from torch.utils.data._utils import signal_handling
+
 from ddpkit.errors import LineError, UserError
 from ddpkit.ranks import ending, process, protocol
 
@@ -47,6 +49,10 @@ LACKING = {
     ),
 }
 OVER = b"over"  # the note of a worker that has done all
+
+# torch's handler would raise an error anywhere in the main thread, also where one is reported; the
+# watch thread, and torch itself while it waits for a batch, ask instead.
+signal_handling._SIGCHLD_handler_set = True
 
 running: list["Worker"] = []  # of this rank, and those that have died
 

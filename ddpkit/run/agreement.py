@@ -1,5 +1,6 @@
 """Whether all ranks have the same data, code and versions."""
 
+import functools
 import os
 import sys
 import zlib
@@ -56,10 +57,16 @@ def code() -> dict[str, int]:
     """Return a checksum of each file that is imported of the project, and one of ddpkit."""
     sums = {}
     for name, module in modules().items():
-        sums[name] = zlib.crc32(files.read_file(str(module.__file__)))
+        sums[name] = checksum(str(module.__file__))
     library = sorted(FOLDER.rglob("*.py"))
     sums["ddpkit"] = zlib.crc32(b"".join(path.read_bytes() for path in library))
     return sums
+
+
+@functools.cache
+def checksum(file: str) -> int:
+    """Return that of a file as it was when it was first asked for, near its import."""
+    return zlib.crc32(files.read_file(file))
 
 
 def modules() -> dict[str, ModuleType]:

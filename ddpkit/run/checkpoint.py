@@ -35,7 +35,7 @@ KEYS = NEEDED.split()
 BY_KIND: tuple[tuple[object, str], ...] = (
     ({}, "model trained optimizer scheduler criterion args format kinds parts"),
     ({}, "variables sums of_ranks"),
-    (0, "epoch step done seen images global_batch channels ranks"),
+    (0, "epoch step done seen images global_batch channels ranks length"),
     (0, "virtual_ranks"),
     ("", "best_of resumed_from sampler training_set path"),
     (True, "draws_by_rank is_inside"),

@@ -48,10 +48,9 @@ from ddpkit.run.unsaved import Unsaved
 from ddpkit.run.variables import LoopVariables
 
 # What a checkpoint has to contain
-KEYS = (
-    *("parts", "kinds", "resumed_from", "ranks", "seed", "epoch", "done", "step"),
-    *("global_batch", "best"),
-)
+NEEDED = "parts kinds resumed_from ranks seed epoch done step global_batch best"
+# What decides which batches follow; of an older version some is not known.
+UNKNOWN: State = {"global_batch": 0, "training_set": "", "ranks": 0, "length": 0}
 TO_UNDO = "undo that to resume, or use another folder or resume='never'"
 # Turns over which gradients are added up for a step; after more nobody waits for one.
 MOST_ADDED_UP = 1000
@@ -201,6 +200,7 @@ class Checkpoints:
     goes_on_after_last = True  # step of an epoch, though a signal has come
     # phases in which the parts have changed in nothing but the steps, and epochs, that are counted
     settled = frozenset({Phase.OUTSIDE, Phase.DONE})
+    place = UNKNOWN
 
     def __init__(
         self,
@@ -219,13 +219,9 @@ class Checkpoints:
         self.epoch = 0
         self.done = 0
         self.step = 0
-        self.global_batch = 0  # of a train_loader, to know whether it is the same
         self.best_score: float | None = None
         self.ranks = distributed.world_size()
         self.rank = distributed.rank()
-        self.ranks_then = self.ranks
-        self.length = 0  # steps of an epoch; 0: not known
-        self.training_set = ""  # of a train_loader
         self.reading = Reading(seed)
         # whether the ranks have seeded torch each with a number of its own
         self.draws_by_rank = self.reading.is_seeded_by_rank
@@ -640,9 +636,7 @@ class Checkpoints:
             "done": self.done,
             "step": self.step,
             "is_inside": is_inside,
-            "global_batch": self.global_batch,
-            "training_set": self.training_set,
-            "length": self.length,
+            **self.place,
             "best": self.best_score,
             "variables": self.variables.changes(self, self.parts, not self.done),
         }
@@ -662,11 +656,8 @@ class Checkpoints:
         self.epoch = state["epoch"]
         self.step = self.first_step = state["step"]
         self.done = state["done"]
-        self.global_batch = state["global_batch"]
+        self.place = {name: state.get(name, 0) for name in UNKNOWN}
         self.best_score = state["best"]
-        self.ranks_then = state["ranks"]
-        self.length = state.get("length", 0)
-        self.training_set = state.get("training_set", "")
         if self.done and state["seed"] != self.seed:
             self._start_over(f"the seed was {state['seed']}")
 
@@ -724,29 +715,31 @@ class Checkpoints:
 
     def _rest(self, batches: Iterable, length: int | None) -> Iterator:
         """Return an iterator over what is left of the epoch's `batches`, `length` in all."""
-        sampler = getattr(batches, "sampler", None)
-        global_batch = getattr(sampler, "global_batch", 0)
-        training_set = getattr(sampler, "order", {}).get("training_set", "")
+        then = self.place
+        now = self.place = {
+            **UNKNOWN,
+            "ranks": distributed.world_size(),
+            "length": length or 0,
+        }
         reason = ""  # why other batches would follow
-        if global_batch:
-            if global_batch != self.global_batch:
+        if isinstance(batches, loading.Loader) and batches.is_train:
+            now["global_batch"] = batches.sampler.global_batch
+            now["training_set"] = batches.sampler.order["training_set"]
+            if then["global_batch"] != now["global_batch"]:
                 reason = "the batch size or the number of ranks has changed"
                 say_batches(
-                    self.global_batch,
-                    global_batch,
+                    then["global_batch"],
+                    now["global_batch"],
                     "batch_size x ranks x accumulate",
                     "the learning rate",
                 )
-            elif self.training_set not in ("", training_set):
+            elif then["training_set"] not in (0, now["training_set"]):
                 reason = "the training set has changed"
-            self.global_batch = global_batch
-            self.training_set = training_set
         elif not isinstance(batches, Sequence):
-            if self.ranks_then != distributed.world_size():
-                reason = f"the number of ranks was {self.ranks_then}"
-            elif self.length not in (0, length):
-                reason = f"an epoch had {self.length} steps, now {length}"
-            self.length = length or 0
+            if then["ranks"] != now["ranks"]:
+                reason = f"the number of ranks was {then['ranks']}"
+            elif then["length"] not in (0, now["length"]):
+                reason = f"an epoch had {then['length']} steps, now {length}"
         if self.done and reason:
             self._start_over(reason)
         # A loader that is a part may have been given its place.
@@ -822,7 +815,7 @@ def read_own(path: Path | str) -> State:
     Raises a UserError if it cannot be read, or is none of Checkpoints.
     """
     state = checkpoint.read_file(path)
-    checkpoint.check_entries(path, state, KEYS, "ddpkit.Checkpoints")
+    checkpoint.check_entries(path, state, NEEDED.split(), "ddpkit.Checkpoints")
     return {**state, "path": str(path)}
 
 

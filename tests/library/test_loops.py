@@ -28,7 +28,7 @@ from generated import ROOT, Command, refusal, wait_for
 import ddpkit
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, process, protocol, stopping, watch
-from ddpkit.run import first_steps, unsaved
+from ddpkit.run import checkpoint, first_steps, unsaved
 
 SCRIPT = """
 import os, random, signal, sys, time
@@ -997,6 +997,13 @@ def test_folds_of_a_script(tmp_path: Path) -> None:
         assert len({str(split) for split in splits}) == 3
 
 
+class Ordered(torch.utils.data.RandomSampler):
+    """It has names of ours."""
+
+    order = (1, 2)
+    global_batch = 3
+
+
 @ranks.on_ranks(2)
 def test_another_training_set(tmp_path: Path) -> None:
     """On another rank it is refused; in another start, or if shorter, the epoch starts over."""
@@ -1023,7 +1030,7 @@ def test_another_training_set(tmp_path: Path) -> None:
         return ddpkit.train_loader(own, 2, workers=0)
 
     def loaders() -> Any:
-        return torch.utils.data.DataLoader(data, size)
+        return torch.utils.data.DataLoader(data, size, sampler=Ordered(data))
 
     for made, text in (
         (subsets, "the training set has changed"),
@@ -1039,3 +1046,25 @@ def test_another_training_set(tmp_path: Path) -> None:
         train(lambda: subsets())
     made = ddpkit.Checkpoints(tmp_path / "numbers")
     assert len(list(made.steps(ddpkit.train_loader(range(32), 2, workers=0)))) == 8
+
+
+def test_saved_again_before_its_steps(tmp_path: Path) -> None:
+    """Of an epoch that goes on it is kept on how many ranks its steps were done."""
+    checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=torch.nn.Linear(2, 2))
+    with contextlib.suppress(Killed):
+        for step in checkpoints.steps(torch.utils.data.DataLoader(range(8))):
+            if step == 3:
+                checkpoints.save()
+            if step == 4:
+                raise Killed
+    last = tmp_path / "run" / "last.pt"
+    state = checkpoint.read_file(last)
+    assert (state["ranks"], state["done"]) == (1, 4)
+    state["ranks"] = 2
+    checkpoint.write_file(last, state)
+    del checkpoints
+    for _ in range(2):
+        resumed = ddpkit.Checkpoints(tmp_path / "run", net=torch.nn.Linear(2, 2))
+        resumed.save()
+        assert checkpoint.read_file(last)["ranks"] == 2
+        del resumed

@@ -115,7 +115,9 @@ def test_what_ranks_need_alike(name, monkeypatch, tmp_path):
     """Versions and code as well as data; a file that only one rank has imported may differ."""
     (tmp_path / "main.py").write_text("imported = True")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "main", raising=False)
+    # what is imported here goes with the test
+    monkeypatch.setitem(sys.modules, "main", None)
+    sys.modules.pop("main")
     importlib.import_module("main")
     monkeypatch.setattr(process, "project", lambda: tmp_path)
 

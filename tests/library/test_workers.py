@@ -174,16 +174,24 @@ ENDS = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_workers_whose_end_torch_does_not_see(tmp_path, how):
-    """Its handler is called, but what it raises may be swallowed, as in hooks for forks."""
+def test_workers_that_end(tmp_path, how):
     act, words = ENDS[how]
-
-    def swallow() -> None:
-        torch.utils.data._utils.signal_handling._error_if_any_worker_fails = int
-
-    done = load(tmp_path, in_worker=act, in_rank=swallow)
+    done = load(tmp_path, in_worker=act)
     done.failed("", "at sample 0, 0.jpg has ended with ", words)
     assert {path.name for path in tmp_path.iterdir()} == {"said.out", "said.err"}
+
+
+def test_workers_of_a_loader_of_ones_own_that_end(tmp_path):
+    """torch asks for them while it waits; its handler, which raises anywhere, is not there."""
+
+    def act() -> None:
+        with failures.one_line_errors(loading.explain_loading):
+            loader = DataLoader(Images(die), 4, num_workers=1)
+            batches = iter(loader)
+            assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+            list(batches)
+
+    end_of(act, tmp_path).failed("", "DataLoader worker", "exited unexpectedly")
 
 
 def test_a_worker_that_ends_as_its_rank_looks(monkeypatch):
