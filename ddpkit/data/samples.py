@@ -4,6 +4,7 @@ import bisect
 import contextlib
 import itertools
 import multiprocessing
+import operator
 import os
 import pickle
 import random
@@ -391,8 +392,9 @@ def _inner(dataset: MapDataset, index: int) -> list[tuple]:
         return []
     index %= total
     indices: Any = getattr(dataset, "indices", None)
-    if len(sets) == 1 and hasattr(indices, "__len__") and len(indices) == total:
-        return [(sets[0], int(indices[index]))]  # as Subset
+    with contextlib.suppress(TypeError, LookupError):  # of indices that are no numbers
+        if len(sets) == 1 and len(indices) == total:
+            return [(sets[0], operator.index(indices[index]))]  # as Subset
     if sum(sizes) != total:  # as StackDataset, whose sample has something of all
         return [(each, index) for each in sets if size(each) == total]
     # as ConcatDataset, or a transform of one
@@ -516,8 +518,8 @@ def _checksum_within(dataset: object) -> int:
     if not inner:
         return 0
     indices: Any = getattr(dataset, "indices", None)
-    if hasattr(indices, "__len__"):
-        inner.append(zlib.crc32(repr([int(index) for index in indices]).encode()))
+    with contextlib.suppress(TypeError):
+        inner.append(zlib.crc32(repr([*map(operator.index, indices)]).encode()))
     return zlib.crc32(repr(inner).encode())
 
 

@@ -55,7 +55,7 @@ class LossState:
         found = {}
         for name, each in self.loss.state_dict().items():
             same = torch.equal if isinstance(each, Tensor) else operator.eq
-            if not same(each, self.first[name]):
+            if name not in self.first or not same(each, self.first[name]):
                 found[name] = each
         return found
 

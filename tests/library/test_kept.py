@@ -661,3 +661,5 @@ def test_a_loss_with_extra_state() -> None:
     loss.seen = 0
     state.load_state_dict(saved)
     assert loss.seen == 3
+    loss.register_buffer("later", torch.ones(2))  # as of a loss that is lazy
+    assert list(state.state_dict()) == ["later", "_extra_state"]

@@ -97,6 +97,16 @@ class TestWrappers:
         with refusal("class_counts.labels_of_sample", "Fewer has no count_labels"):
             class_counts.count_classes(some, ["even", "odd"])
 
+    @pytest.mark.parametrize("kind", [[(0, 1), (1, 2)], {"a": 0, "b": 1}, "ab", 2])
+    def test_indices_of_another_kind(self, kind: object) -> None:
+        """Such as (video, frame) of clips: a name that torch's Subset uses, too."""
+        clips = Own(Ours("a", 3))
+        clips.indices = kind
+        clips.__class__ = type("Clips", (Own,), {"__len__": lambda self: 2})
+        assert samples.name(clips, 0) == "sample 0"
+        assert samples.fingerprint(clips).startswith("2 images")
+        assert len(list(loading.train_loader(clips, 1, classes=2, workers=0))) == 2
+
     def test_the_epoch(self) -> None:
         a = Ours("a", 3)
         b = Ours("b", 2)
