@@ -43,8 +43,8 @@ class End:
     """What the threads of this process know of its end."""
 
     status = 1  # with which this rank ends if it has to be ended; 0 once all is done
-    is_leaving = False  # the main thread ends this rank
-    error: BaseException | None = None  # for which it does
+    is_leaving = False  # this rank ends itself
+    error: BaseException | None = None  # for which its main thread does
 
 
 @functools.cache  # to look for it takes 0.1 ms, and is asked for each imported module
@@ -193,8 +193,7 @@ def holding_signals(signals: Collection[int] = STOP_SIGNALS) -> Iterator[None]:
 def exit_now(status: int) -> NoReturn:
     """Exit without cleaning up, which could wait forever; with F5, end torchrun and all ranks."""
     drop_unprinted()
-    if threading.current_thread() is threading.main_thread():
-        begin_to_leave()
+    End.is_leaving = True  # from here on workers may end
     # By SIGKILL: torchrun would first wait for ranks that a debugger holds.
     if os.environ.get(DEBUGGED_LAUNCHER) == str(os.getppid()):
         os.kill(os.getppid(), KILL)
@@ -232,6 +231,6 @@ def remove_folders() -> None:
 
 
 def begin_to_leave(error: BaseException | None = None) -> None:
-    """Call it in the main thread: from here on workers may end."""
+    """From here on workers may end."""
     End.is_leaving = True
     End.error = error

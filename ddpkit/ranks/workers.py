@@ -91,6 +91,7 @@ class Worker(FORKS.Process):
 
     def end(self) -> str:
         """Return how it has died."""
+        self.join(1)  # other threads than its first may take longer
         status = self.exitcode or 0
         how = f"status {status}" if status >= 0 else signal.Signals(-status).name
         return f"has ended with {how}{HINTS.get(how, '')}"

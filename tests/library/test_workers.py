@@ -1,8 +1,10 @@
 """What loader workers need from the system, made to fail in each of its places; how they end."""
 
+import ctypes
 import errno
 import multiprocessing
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import Done, die, left
+from generated import Done, die, left, wait_for
 from ranks import fork, said, wait
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -209,6 +211,22 @@ def test_a_worker_that_ends_as_its_rank_looks(monkeypatch):
 
     monkeypatch.setattr(process, "is_running", ends)
     assert workers.find_fault() is None
+
+
+def test_a_worker_whose_threads_take_longer():
+    """Its first thread has ended: the system says that it is over, and its status later."""
+
+    def leave() -> None:
+        threading.Timer(0.3, die).start()
+        number = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # exit, of a thread
+        ctypes.CDLL(None).syscall(number, 0)
+
+    worker = workers.Worker(target=leave)
+    worker.start()
+    wait_for(lambda: not process.is_running(worker.pid))
+    assert worker.has_died()
+    assert worker.exitcode is None
+    assert "SIGKILL" in worker.end()
 
 
 def test_a_long_folder_for_temporary_files(tmp_path):
