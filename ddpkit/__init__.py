@@ -16,7 +16,9 @@ vision/     images, masks, networks, what a run reports and draws, predict.py; i
 convert/    labels of other programs, to the folders that vision reads
 """
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpkit.version import __version__
@@ -56,47 +58,23 @@ if TYPE_CHECKING:
     from ddpkit.vision.reporting import Reporter
     from ddpkit.vision.tiles import sliding_window
 
-# by module, which is imported when one of them is first used: no torch until then
-NAMES = {
-    "data.loading": "train_loader val_loader",
-    "data.sources": "eval_batches",
-    "errors": "NoLabelsError UserError",
-    "ranks.distributed": "rank_zero_first rendezvous",
-    "ranks.explaining": "on_all_ranks",
-    "ranks.virtual": "VirtualRanks",
-    "run.criterion": "Criterion",
-    "run.flags": "Parser",
-    "run.folder": "RunFolder",
-    "run.loop": "Run",
-    "run.outputs": "to_logits",
-    "run.resuming": "Checkpoints",
-    "run.settings": "configure",
-    "run.starting": "before_imports run_main",
-    "vision.augment": "RandomResizedCrop RandomScaleCrop ResizedCenterCrop parse_augment",
-    "vision.class_counts": "class_weights",
-    "vision.demo": "demo_set",
-    "vision.folders": "ImageFiles MaskFiles find_classes find_masks",
-    "vision.images": "LazyImage",
-    "vision.metrics": "compute_metrics",
-    "vision.mistakes": "TopLosses",
-    "vision.multilabel": "BinaryCrossEntropy label_metrics",
-    "vision.networks": "adapt_input",
-    "vision.pictures": "draw_masks",
-    "vision.predicting": "Predictor open_model",
-    "vision.pretrained": "load_pretrained",
-    "vision.reporting": "Reporter",
-    "vision.tiles": "sliding_window",
+# By name, the module that is imported when it is first used: no torch until then. It is read here,
+# from the lines above, which type checkers read.
+DOOR = {
+    alias.name: str(node.module)
+    for block in ast.parse(Path(__file__).read_text("utf-8")).body
+    if isinstance(block, ast.If)
+    for node in block.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
-DOOR = {name: module for module, names in NAMES.items() for name in names.split()}
 __all__ = [*DOOR]
 
 
 def __getattr__(name: str) -> object:
     if name not in DOOR:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(
-        importlib.import_module(f"ddpkit.{DOOR[name]}"), name
-    )
+    value = globals()[name] = getattr(importlib.import_module(DOOR[name]), name)
     return value
 
 

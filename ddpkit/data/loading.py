@@ -173,6 +173,7 @@ class Loader(DataLoader):
                 f"{taken[0]}=: ddpkit.train_loader and val_loader have their own samplers; use "
                 "sample_weights=, or pass the dataset and your sampler to DataLoader(...)"
             )
+        count = options.pop("num_workers", count)  # as DataLoader calls it
         self.seeded = Seeded(dataset, classes, seed)
         how |= workers(count, devices.kind())
         if classes is not None:

@@ -17,6 +17,7 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 from ddpkit.ranks.module_state import AnyGenerator
 
+END = object()  # after the last batch, which may be None
 # of the loaders that are read, by number: what each epoch seeds
 _seeded: dict[int, list[AnyGenerator]] = {}
 # Of loaders: a checksum of their generators as they were given: the first epoch seeds them.
@@ -56,7 +57,7 @@ class Reading:
             raw = batches.raw(epoch, steps * batches.sampler.global_batch)
             return itertools.islice(batches.normalized(raw), passes, None)
         if isinstance(batches, Sequence):
-            return iter(batches[done:])
+            return itertools.islice(batches, done, None)
         if is_resumed:
             rest = begun(batches, epoch)
             if done:
@@ -135,8 +136,8 @@ class OtherSource:
         done = seen // self.global_batch * self.passes
         batches = reading.rest(loader, epoch, done)
         for _ in range(self.steps * self.passes - done):
-            batch = next(batches, None)
-            if batch is None:
+            batch = next(batches, END)
+            if batch is END:
                 raise UserError(
                     f"the training loader has fewer than {len(loader)} batches on rank "
                     f"{distributed.rank()}: its length must be the number of batches that this "
@@ -261,10 +262,10 @@ def drawn(loader: object, *key: int) -> Iterator:
     samples.seed(*key)
     batches = loading.started(loader)
     while True:
-        batch = next(batches, None)
+        batch = next(batches, END)
         inside = samples.random_state()
         samples.set_random_state(outside)
-        if batch is None:
+        if batch is END:
             return
         yield batch  # meanwhile whoever takes it draws on
         outside = samples.random_state()

@@ -93,7 +93,8 @@ def _dealt(loader: object) -> Iterator[list]:
     if isinstance(loader, First):
         return iter(loader)
     if isinstance(loader, Loader):
-        return batches_by_size(loader.raw())
+        batches = batches_by_size(loader.raw())
+        return numbered(batches) if loader.seeded.is_any else batches
     check_share(loader, "val")
     return numbered(drawn(loader, 0))
 

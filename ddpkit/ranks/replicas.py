@@ -101,24 +101,38 @@ class _EachWeight(nn.Module):
         return total
 
 
+def hooks_of(model: nn.Module) -> list:
+    """Return those of gradients."""
+    return [
+        hook
+        for weight in model.parameters()
+        for each in (weight._backward_hooks, weight._post_accumulate_grad_hooks)
+        for hook in (each or {}).values()
+    ]
+
+
 def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
     """Run a pass, not of the network, after which DDP has the gradients in their final places.
 
     Without it the first step of a resumed run would differ in the last bits: sums of more than two
     ranks have another order, and those of BLAS, as Prodigy's, follow a tensor's address.
     """
-    if ddp_model.static_graph and distributed.world_size() > 2:
+    model = ddp_model.module
+    is_sparse = any(getattr(each, "sparse", False) for each in model.modules())
+    # a person's hooks, which may take a step, are not called for this pass
+    is_left = ddp_model.static_graph or is_sparse or hooks_of(model)
+    if is_left and distributed.world_size() > 2:
         distributed.print0(
-            "warning: with static_graph=True on more than two ranks a resumed run differs in "
-            "the last bits: DDP sums in another order in its first step"
+            "warning: with static_graph=True, sparse gradients or hooks on more than two ranks a "
+            "resumed run differs in the last bits: DDP sums in another order in its first step"
         )
-    if ddp_model.static_graph or ddp_model.find_unused_parameters:
+    if is_left or ddp_model.find_unused_parameters:
         return  # it keeps to the order of the weights
     # Of communication hooks, such as PowerSGD's: this pass is none of theirs.
-    states = [state for _, state in ddp_model._comm_hooks]
-    hooks: list = [each for each in states if hasattr(each, "state_dict")]
-    before = copy.deepcopy([each.state_dict() for each in hooks])
-    model = ddp_model.module
+    states: list = [
+        each for _, each in ddp_model._comm_hooks if hasattr(each, "state_dict")
+    ]
+    before = copy.deepcopy([each.state_dict() for each in states])
     gives_buffers = ddp_model.broadcast_buffers
     ddp_model.module = _EachWeight(model)
     ddp_model.broadcast_buffers = False
@@ -127,8 +141,8 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
     ddp_model.module = model
     ddp_model.broadcast_buffers = gives_buffers
     ddp_model.zero_grad()
-    for hook, state in zip(hooks, before, strict=True):
-        hook.load_state_dict(state)
+    for state, saved in zip(states, before, strict=True):
+        state.load_state_dict(saved)
 
 
 def check_called(ddp_model: nn.Module) -> None:
@@ -157,14 +171,14 @@ def sync_networks(parts: Iterable[object]) -> None:
             _give(list(buffers.values()))
 
 
+def is_plain(each: Tensor) -> bool:
+    """Return whether it is numbers in memory, not sparse, quantized or without values."""
+    is_there = not nn.parameter.is_lazy(each) and not each.is_meta
+    return is_there and each.layout == torch.strided and not each.is_quantized
+
+
 def plain(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return those that are numbers in memory, not sparse, quantized or without values."""
-    found = {}
-    for name, each in named:
-        is_there = not nn.parameter.is_lazy(each) and not each.is_meta
-        if is_there and each.layout == torch.strided and not each.is_quantized:
-            found[name] = each.detach()
-    return found
+    return {name: each.detach() for name, each in named if is_plain(each)}
 
 
 @torch.inference_mode()  # an evaluation in this mode may have made them
@@ -194,9 +208,9 @@ def check_same(
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the sum of the bits of each, as integers; reads the device once."""
+    """Return the sum of the bits of each that is plain, as integers; reads the device once."""
     sums: list[Tensor] = []
-    for each in tensors:
+    for each in filter(is_plain, tensors):
         # Of the size of its numbers, so that they are few. Exact in any order, so they
         # cannot differ by rounding.
         kind = INTEGERS.get(each.element_size())

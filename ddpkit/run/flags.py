@@ -170,7 +170,7 @@ class Parser(argparse.ArgumentParser):
             return f": a value without its flag, as in {flag} {word}"
         return f": no such flag{near}"
 
-    # in place of argparse's own
+    # in place of argparse's own, which would read /dev/zero without end
     def _read_args_from_files(
         self, arg_strings: Sequence[str], around: Sequence[str] = ()
     ) -> list[str]:
@@ -181,7 +181,7 @@ class Parser(argparse.ArgumentParser):
                 continue
             if word in around:
                 self.error(f"{word} includes itself")
-            path = Path(at_home(word)[1:])
+            path = Path(at_home(word[1:]))
             if not path.exists():
                 raise UserError(f"{path}: no such file")
             for line in files.read_text(path).splitlines():
@@ -227,9 +227,5 @@ def is_reread(action: argparse.Action) -> bool:
 
 
 def at_home(text: Any) -> Any:
-    """Return `text` with the home folder for a ~ at its beginning, or after an @."""
-    is_path = isinstance(text, str) and re.match(r"@?~[\w.-]*(/|$)", text)
-    if not is_path:
-        return text
-    at, _, rest = text.partition("~")
-    return at + os.path.expanduser("~" + rest)
+    """Return `text` with the home folder for a ~ at its beginning."""
+    return os.path.expanduser(text) if isinstance(text, str) else text

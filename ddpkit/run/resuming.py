@@ -101,7 +101,7 @@ class Numbers(types.SimpleNamespace):
     """What a script counts or collects in its loop, by name: a part of its state."""
 
     def state_dict(self) -> State:
-        return copy.deepcopy(vars(self))
+        return dict(vars(self))  # a save copies it
 
     def load_state_dict(self, saved: State) -> None:
         vars(self).update(copy.deepcopy(saved))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ddpkit.errors import UserError, clip, reason_of, shorten
 from ddpkit.ranks import distributed, replicas
@@ -29,8 +29,7 @@ State = dict[str, Any]  # what a checkpoint holds, by name
 Names = Mapping[Tensor, str]
 Parts = Mapping[str, Any]  # what has a state_dict, by name
 
-CONTAINERS = {dict, OrderedDict, list, tuple}
-TAKEN = {*PLAIN, Counter, torch.Size, torch.dtype, torch.device}  # by weights_only=True
+TAKEN = {*PLAIN, torch.Size, torch.dtype, torch.device}  # by weights_only=True
 # What kernels of torch take for as large as the weight, without a look.
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
 # settings of an optimizer that are never loaded
@@ -91,8 +90,13 @@ def is_metric(part: object) -> bool:
     return hasattr(part, "persistent")
 
 
-def leaves_of(state: object) -> list[Any]:
-    return tree_leaves(state, is_leaf=lambda x: type(x) not in CONTAINERS)
+def leaves_of(state: Any) -> list[Any]:
+    """Return what is in containers, and the keys of dicts."""
+    if type(state) in (dict, OrderedDict, Counter):
+        state = [*state, *state.values()]
+    elif type(state) not in (list, tuple):
+        return [state]
+    return [leaf for each in state for leaf in leaves_of(each)]
 
 
 def uncompiled_names(state: State) -> State:
@@ -104,13 +108,16 @@ def uncompiled_names(state: State) -> State:
 
 def names_of(parts: Parts) -> dict[Tensor, str]:
     """Return the name of each weight of the networks in `parts`: "fc.bias", "trained.fc.bias"."""
-    names: dict[Tensor, str] = {}
+    weights: dict[str, Tensor] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             prefix = "" if name == "model" else name
             for full, weight in part.named_parameters(prefix):
-                names[weight] = full.replace(COMPILED, "")
-    return names
+                full = full.replace(COMPILED, "")
+                # a head may be beside a model that has one
+                if weights.setdefault(full, weight) is not weight:
+                    weights[f"{full} of {name}"] = weight
+    return {weight: full for full, weight in weights.items()}
 
 
 def by_name(optimizer: Optimizer, names: Names) -> State:
@@ -273,14 +280,14 @@ def fitting(path: str, what: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{line}; {remedy}") from None
 
 
-def load_module(module: nn.Module, saved: State, strict: bool = True) -> None:
+def load_module(module: nn.Module, saved: State, **how: bool) -> None:
     """Load the weights of a network; it and what was saved may each be compiled or not."""
     saved = uncompiled_names(saved)
     names = module.state_dict().keys()
     if any(COMPILED in name for name in names):
         own = {name.replace(COMPILED, ""): name for name in names}
         saved = {own.get(name, name): value for name, value in saved.items()}
-    module.load_state_dict(saved, strict=strict)
+    module.load_state_dict(saved, **how)
 
 
 def follow(scheduler: LambdaLR, step: int, saved: State, made: object = None) -> None:

@@ -191,9 +191,7 @@ def checksums(run: object, parts: states.Parts, is_within: bool = True) -> Check
         if isinstance(part, nn.Module):
             trained = sum(weight.requires_grad for weight in part.parameters())
             found[f"{OF_PARTS}{name}.requires_grad"] = short_hash(trained)
-            for weight in part.parameters():
-                hooks += (weight._backward_hooks or {}).values()
-                hooks += (weight._post_accumulate_grad_hooks or {}).values()
+            hooks += replicas.hooks_of(part)
         if isinstance(part, Optimizer):
             for kind in "pre", "post":  # which one made by hand may lack
                 own = getattr(part, f"_optimizer_step_{kind}_hooks", {})
@@ -334,7 +332,7 @@ def content(value: object, depth: int) -> object:
         value = value.get_state()
     if isinstance(value, AnyGenerator):
         return pickle.dumps(value)
-    if isinstance(value, nn.Parameter):  # as in lists for an optimizer
+    if isinstance(value, nn.Parameter | Optimizer):  # as in lists
         return name
     if isinstance(value, Tensor | np.ndarray):
         return name, value.shape, sample(torch.as_tensor(value).detach())
@@ -352,7 +350,7 @@ def content(value: object, depth: int) -> object:
     # of a network its layers, not its weights
     elif is_own(kind) and not isinstance(value, COLLECTIONS | nn.Module):
         value = attributes(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         value = list(value.items())
     if isinstance(value, set | frozenset):
         value = sorted(value, key=repr)

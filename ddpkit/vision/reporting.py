@@ -327,14 +327,15 @@ class Reporter:
     def log_step(
         self,
         step: int,
-        loss: Tensor,
+        loss: Tensor | float,
         lr: float,
-        grad_norm: Tensor | None = None,
+        grad_norm: Tensor | float | None = None,
         at: object = None,
     ) -> None:
         """Log an optimizer step, if it is one of every `log_every`, without waiting for the device.
 
-        step: their number so far. loss, grad_norm: scalars, on the device; rank 0's are written.
+        step: their number so far. loss, grad_norm: numbers, or scalars on the device; rank 0's are
+        written.
         at: the step as the line has it, such as "50/391"; by default `step`.
         """
         if not (self.active and self.is_due(step)):
@@ -344,7 +345,10 @@ class Reporter:
         words = f"epoch {self.epoch + 1}/{self.epochs}  step {at or step}"
         device = devices.for_sums(self.device)
         scalars = [loss] if grad_norm is None else [loss, grad_norm]
-        on_device = [each.detach().to(device, torch.float32) for each in scalars]
+        on_device = [
+            torch.as_tensor(each, dtype=torch.float32, device=device).detach()
+            for each in scalars
+        ]
         values = torch.stack(on_device).to("cpu", non_blocking=True)  # pinned memory
         event = None
         if device.type != "cpu":
