@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 # By name, the module that is imported when it is first used: no torch until then. It is read here,
 # from the lines above, which type checkers read.
 DOOR = {
-    alias.name: str(node.module)
+    alias.name: node.module or ""
     for block in ast.parse(Path(__file__).read_text("utf-8")).body
     if isinstance(block, ast.If)
     for node in block.body

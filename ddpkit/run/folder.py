@@ -47,7 +47,7 @@ class RunFolder:
         self.read = read or functools.partial(checkpoint.read, keys=KEYS)
         self.is_path = resume not in ("auto", "never")
         # absolute: checkpoints keep it, and a restart may be in another folder
-        self.resume = os.path.abspath(resume) if self.is_path else resume
+        self.resume = os.path.abspath(str(resume)) if self.is_path else resume
         self.state: State | None = None  # found by `find_checkpoint`
         self.saved_step = -1  # of the last checkpoint that this process has written
         # What the next checkpoint does with a best.pt of another run: why, and its new name

@@ -249,3 +249,10 @@ def test_numbers_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
         report.log_step(step, loss, 0.1)
     report.close()
     assert capsys.readouterr().out.count("loss 0.5 ") == 3
+
+
+@pytest.mark.parametrize("odd", [None, False])
+def test_no_path_to_resume(tmp_path: Path, odd: Any) -> None:
+    """As of a flag whose default is None."""
+    with refusal("folder.check_file", f"{odd}: no such file; use auto, never"):
+        ddpkit.Checkpoints(tmp_path / "run", resume=odd, net=nn.Linear(2, 2))
