@@ -63,8 +63,11 @@ def take_states(parts: Parts) -> State:
         if isinstance(part, nn.Module):
             state = uncompiled_names(part.state_dict())
         else:
-            is_named = isinstance(part, Optimizer)
-            state = by_name(part, names) if is_named else part.state_dict()
+            state = (
+                by_name(part, names)
+                if isinstance(part, Optimizer)
+                else part.state_dict()
+            )
             # such as a rate from np.cos
             state = tree_map_only(np.generic, lambda number: number.item(), state)
         states[name] = state
@@ -90,7 +93,7 @@ def is_metric(part: object) -> bool:
     return hasattr(part, "persistent")
 
 
-def leaves_of(state: Any) -> list[Any]:
+def leaves_of(state: Any) -> list:
     """Return what is in containers, and the keys of dicts."""
     if type(state) in (dict, OrderedDict, Counter):
         state = [*state, *state.values()]
@@ -195,7 +198,7 @@ def compare_ranks(parts: Parts, taken: State) -> dict[str, list[State]]:
                 f"the {name} differs between ranks: change it in the same way on all ranks, such "
                 "as by a reduced value"
             )
-        mine = tree_map_only(Tensor, lambda tensor: tensor.cpu(), others[name])
+        mine = tree_map_only(Tensor, lambda each: each.detach().cpu(), others[name])
         own[name] = distributed.gather_objects(mine)
     return own
 

@@ -193,6 +193,19 @@ def test_what_numbers_hold(tmp_path: Path) -> None:
             checkpoints.save()
 
 
+@ranks.on_ranks(2)
+def test_numbers_of_each_rank(tmp_path: Path) -> None:
+    weight = torch.ones(1, requires_grad=True)
+    for _ in range(2):
+        checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=nn.Linear(2, 2))
+        numbers = checkpoints.numbers(total=0.0)
+        for _ in checkpoints.steps(range(3)):
+            numbers.total += weight.sum() * distributed.rank()
+        del checkpoints
+    assert numbers.total == 3 * distributed.rank()
+    assert not numbers.total.requires_grad
+
+
 def test_optimizers_in_a_list(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Those that are saved are no variables, though their rates change."""
     net = nn.Linear(2, 2)
