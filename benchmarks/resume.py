@@ -182,14 +182,20 @@ def train(name: str, folder: Path, is_killed: bool) -> None:
     torch.save(training.model.state_dict(), folder / "weights.pt")
 
 
-def start(name: str, folder: Path, *words: str) -> list[list[int]]:
-    """Train in a process of its own; return the batches of all starts in this folder."""
-    folder.mkdir(exist_ok=True)
+def run(name: str, folder: Path, *words: str) -> tuple[int, str]:
+    """Train in a process of its own; return its status, and what it says on stderr."""
     command = [sys.executable, __file__, "--case", name, "--folder", str(folder)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, *words], env=env, capture_output=True, text=True)
-    if done.returncode != bool(words):
-        raise SystemExit(f"{name}: status {done.returncode}\n{done.stderr}")
+    return done.returncode, done.stderr
+
+
+def start(name: str, folder: Path, *words: str) -> list[list[int]]:
+    """Return the batches of all starts in this folder, of which this is one."""
+    folder.mkdir(exist_ok=True)
+    status, said = run(name, folder, *words)
+    if status != bool(words):
+        raise SystemExit(f"{name}: status {status}\n{said}")
     lines = (folder / "batches").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

@@ -3,6 +3,7 @@
 Peers that are not installed are no cases then, and a GPU that is not there is said.
 """
 
+import functools
 import importlib
 import itertools
 import os
@@ -111,6 +112,14 @@ def benchmark(folder: Path, name: str, *words: object) -> Done:
             module.start = forks.train
         if name == "defaults":
             module.train = forks.train
+        if name == "resume":
+
+            def train(case: str, folder: Path, *words: str) -> tuple[int, str]:
+                said = next(forks.outputs)
+                own = functools.partial(module.train, case, folder, bool(words))
+                return ranks.wait([ranks.fork(own, said)])[0], ranks.said(said)[1]
+
+            module.run = train
         if name == "gpu":
 
             def measured(function: str, *given: object) -> Any:
@@ -119,7 +128,8 @@ def benchmark(folder: Path, name: str, *words: object) -> Done:
             module.measured = measured
             module.train = forks.train
             module.SECONDS = 0.1
-        sys.argv = [f"{name}.py", *texts(["--repeats", 1, words])]
+        repeats = [] if name == "resume" else ["--repeats", 1]
+        sys.argv = [f"{name}.py", *texts([repeats, words])]
         try:
             module.main()
         except SystemExit as error:
@@ -188,10 +198,10 @@ def test_defaults(project: Project, few: Path, tmp_path: Path) -> None:
     assert "| --hflip 0.5 " in done.out
 
 
-def test_resume() -> None:
+def test_resume(tmp_path: Path) -> None:
     """Of two that are always there: ddpkit goes on exactly, torch's example does not."""
     names = "plain torch", "ddpkit.Checkpoints"
-    done = run([sys.executable, FOLDER / "resume.py", *names]).ok()
+    done = benchmark(tmp_path, "resume", names).ok()
     ends = [line.split("|")[-2].strip() for line in done.out.splitlines()[-3:-1]]
     assert ends == ["differ", "identical"]
 
