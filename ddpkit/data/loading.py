@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from ddpkit.data import normalizing, samples
 from ddpkit.data.samples import Key, MapDataset, Seeded, fingerprint
 from ddpkit.errors import UserError
-from ddpkit.ranks import children, devices, distributed, process, virtual
+from ddpkit.ranks import children, devices, distributed, failures, process, virtual
 from ddpkit.ranks.cpus import cpu_share
 from ddpkit.ranks.workers import find_fault, running, worker_context
 
@@ -328,6 +328,9 @@ def explain_loading(error: Exception) -> str | UserError | None:
     if ends:
         return "; ".join(lines)
     return f"{'; '.join(lines)}: {text}" if at else text
+
+
+failures.explainers.append(explain_loading)
 
 
 class Groups(list):

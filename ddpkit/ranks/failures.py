@@ -93,13 +93,13 @@ REMEDIES = {
     ),
 }
 Explainer = Callable[[Exception], str | UserError | None]
-# Of the script, set by one_line_errors alone; the watch thread explains with them, too.
-_explainers: list[Explainer] = []
+# Of the modules that are imported: each adds its own.
+explainers: list[Explainer] = []
 _over: dict[str, float] = {}  # since when the script is, and when that was said
 
 
 @contextlib.contextmanager
-def one_line_errors(*explainers: Explainer) -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Print an error in the block on one rank only, and end all ranks with its status.
 
     It is one line if it is a UserError (MISTAKE), a DiskError, or what an explainer makes of it.
@@ -111,7 +111,6 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
         sys.stdout.reconfigure(errors="backslashreplace")
     if dist.get_debug_level() == dist.DebugLevel.OFF:
         dist.set_debug_level(dist.DebugLevel.INFO)  # DDP then names weights
-    _explainers[:] = explainers
     own_pid = os.getpid()
     try:
         # In a thread: an error of another rank, or of a worker, has to end this one also
@@ -148,7 +147,7 @@ def _end_if_known(error: Exception) -> None:
         time.sleep(POLL_SECONDS)
         error = workers.find_fault() or error
     own = [_of_memory, workers.lacking, _of_disk, _of_torch]
-    for explain in own + _explainers + [_lost_rank]:
+    for explain in own + explainers + [_lost_rank]:
         line = explain(error)
         if not line:
             continue

@@ -7,19 +7,15 @@ import os
 import re
 import sys
 import time
-import traceback
 from collections.abc import Callable
 
 from ddpkit import version
-from ddpkit.errors import UserError, print_error, reason_of
+from ddpkit.errors import UserError, print_error
 from ddpkit.ranks import environment, handlers, process
 from ddpkit.ranks.protocol import END_SECONDS, MISTAKE
 
 THRESHOLDS = gc.get_threshold()
 SELDOM = 100_000  # objects, instead of hundreds
-# take the name of a network first
-FACTORIES = {"create_model", "get_model", "get_pretrained_cfg"}
-OF_LIBRARIES = ("segmentation_models_pytorch", "timm.", "torchvision.")
 
 
 def before_imports(
@@ -100,28 +96,12 @@ def run_main(main: Callable[[], object]) -> None:
         if __name__ == "__main__":
             ddpkit.run_main(main)
     """
-    from ddpkit.data import loading
     from ddpkit.ranks import distributed, failures
 
     handlers.install_handlers()
     handlers.say_start()
     gc.set_threshold(*THRESHOLDS)
-    with failures.one_line_errors(loading.explain_loading, explain_network):
+    with failures.one_line_errors():
         main()
         if distributed.is_joined():
             distributed.teardown()
-
-
-def explain_network(error: Exception) -> UserError | None:
-    """Return a line if a library cannot make the network of a name that model.py gives it."""
-    # Of the calls on the way to the error: the function of a library that took the name.
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name in FACTORIES and module.startswith(OF_LIBRARIES):
-            name = frame.f_locals[frame.f_code.co_varnames[0]]  # its first argument
-            arch = f"timm/{name}" if module.startswith("timm.") else name
-            said = reason_of(error, 300).rstrip(".")
-            if "downsampling pattern" in said:  # of a ViT, whose maps have one size
-                said += ": use --arch dpt"
-            return UserError(f"--arch {arch}: {said}")
-    return None

@@ -2,14 +2,19 @@
 
 import contextlib
 import copy
+import traceback
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from ddpkit.errors import UserError, reason_of, shorten, suggest
-from ddpkit.ranks import distributed, replicas
+from ddpkit.ranks import distributed, failures, replicas
 from ddpkit.run.outputs import Outputs, map_tensors
+
+# take the name of a network first
+FACTORIES = {"create_model", "get_model", "get_pretrained_cfg"}
+OF_LIBRARIES = ("segmentation_models_pytorch", "timm.", "torchvision.")
 
 
 @contextlib.contextmanager
@@ -150,3 +155,21 @@ def check_name(flag: str, name: str, known: Iterable[str], of_timm: str = "") ->
         raise UserError(
             f"{flag} {name}: no model of that name for this task{suggest(name, names)}"
         )
+
+
+def explain_network(error: Exception) -> UserError | None:
+    """Return a line if a library cannot make the network of a name that model.py gives it."""
+    # Of the calls on the way to the error: the function of a library that took the name.
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name in FACTORIES and module.startswith(OF_LIBRARIES):
+            name = frame.f_locals[frame.f_code.co_varnames[0]]  # its first argument
+            arch = f"timm/{name}" if module.startswith("timm.") else name
+            said = reason_of(error, 300).rstrip(".")
+            if "downsampling pattern" in said:  # of a ViT, whose maps have one size
+                said += ": use --arch dpt"
+            return UserError(f"--arch {arch}: {said}")
+    return None
+
+
+failures.explainers.append(explain_network)

@@ -20,7 +20,7 @@ from ddpkit.data.format import Format, read_format
 from ddpkit.errors import UserError, print_error, shorten
 from ddpkit.ranks import devices, distributed
 from ddpkit.ranks.replicas import uncompiled
-from ddpkit.run import checkpoint, starting, states
+from ddpkit.run import checkpoint, states
 from ddpkit.vision import folders, lists, networks
 from ddpkit.vision.bars import tqdm
 from ddpkit.vision.images import LazyImage, open_image, visible
@@ -65,7 +65,7 @@ def open_model(
             model = build_model(args, state["classes"], state["channels"])
     except Exception as error:
         # or of a library that takes the name
-        fault = starting.explain_network(error) or error
+        fault = networks.explain_network(error) or error
         if not isinstance(fault, UserError):
             raise
         raise UserError(f"{path}: {fault.line}", fault.code) from None

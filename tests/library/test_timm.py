@@ -114,7 +114,7 @@ def test_what_cannot_be(
 def test_dpt_on_a_vit(project: Project) -> None:
     """dpt takes one; the error of other decoders names it."""
     import model
-    from ddpkit.run import starting
+    from ddpkit.vision import networks
     from flags import parse_args
 
     def build(arch: str) -> torch.nn.Module:
@@ -123,7 +123,7 @@ def test_dpt_on_a_vit(project: Project) -> None:
 
     with pytest.raises(ValueError) as error:
         build("unet")
-    line = str(starting.explain_network(error.value))
+    line = str(networks.explain_network(error.value))
     assert "--arch unet" in line
     assert "--arch dpt" in line
     net = build("dpt")

@@ -94,7 +94,7 @@ def load(tmp_path: Path, in_worker: Patch = int, in_rank: Patch = int) -> Done:
     def act() -> None:
         tempfile.tempdir = str(tmp_path)
         handlers.install_handlers()
-        with failures.one_line_errors(loading.explain_loading):
+        with failures.one_line_errors():
             options = loading.workers(2, torch.device("cpu"))
             images = Seeded(Images(in_worker), 1, seed=0)
             loader = DataLoader(
@@ -187,7 +187,7 @@ def test_workers_of_a_loader_of_ones_own_that_end(tmp_path):
     """torch asks for them while it waits; its handler, which raises anywhere, is not there."""
 
     def act() -> None:
-        with failures.one_line_errors(loading.explain_loading):
+        with failures.one_line_errors():
             loader = DataLoader(Images(die), 4, num_workers=1)
             batches = iter(loader)
             assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
@@ -213,7 +213,7 @@ def test_a_worker_that_ends_as_its_rank_looks(monkeypatch):
     assert workers.find_fault() is None
 
 
-def test_a_worker_whose_threads_take_longer():
+def test_a_worker_whose_threads_take_longer(monkeypatch):
     """Its first thread has ended: the system says that it is over, and its status later."""
 
     def leave() -> None:
@@ -221,6 +221,7 @@ def test_a_worker_whose_threads_take_longer():
         number = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # exit, of a thread
         ctypes.CDLL(None).syscall(number, 0)
 
+    monkeypatch.setattr(workers, "running", [])  # not for later tests
     worker = workers.Worker(target=leave)
     worker.start()
     wait_for(lambda: not process.is_running(worker.pid))
