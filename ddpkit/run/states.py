@@ -90,7 +90,7 @@ def take_states(parts: Parts) -> State:
 
 def is_metric(part: object) -> bool:
     """Return whether it is torchmetrics', a module without a state unless it is persistent."""
-    return hasattr(part, "persistent")
+    return callable(getattr(part, "persistent", None))
 
 
 def leaves_of(state: Any) -> list:

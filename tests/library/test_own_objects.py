@@ -161,6 +161,45 @@ class Strange(nn.Module):
         return super().load_state_dict(saved)
 
 
+class Around(nn.Module):
+    """It hands on what it does not have itself, as people's wrappers do."""
+
+    persistent = True  # a setting, where torchmetrics has a method
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.register_buffer("seen", torch.zeros(1))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("net"), name)
+
+
+def test_a_wrapper_of_a_compiled_network(tmp_path: Path) -> None:
+    """Its own buffers are saved, too."""
+    net = Around(torch.compile(nn.Linear(2, 2)))  # type: ignore[arg-type]
+    checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=net)
+    for _ in checkpoints.steps(range(3)):
+        net.seen += 1
+    saved = checkpoint.read_file(tmp_path / "run" / "last.pt")["parts"]["net"]
+    assert sorted(saved) == ["net.bias", "net.weight", "seen"]
+
+
+def test_a_loss(tmp_path: Path) -> None:
+    """Its own attribute `count` is none of ours; classes by their number, as elsewhere."""
+    loss = nn.CrossEntropyLoss()
+    loss.count = 3  # type: ignore[assignment]
+    criterion = ddpkit.Criterion(loss, 3)
+    targets = torch.tensor([0, 2, -100])
+    assert criterion.count(targets) == 2
+    assert criterion(torch.zeros(3, 3), targets).item() == pytest.approx(
+        2.197, abs=0.01
+    )
+
+
 def test_networks(tmp_path: Path) -> None:
     net = Strange()
     checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=net)
