@@ -215,7 +215,9 @@ def main(command: Sequence[str] = ()) -> int:
         if not command:
             words.insert(0, str(process.project() / "main.py"))
         elif words[0] != "-m" and not os.path.isfile(words[0]):
-            raise UserError(f"python -m ddpkit launch {words[0]}: no such script")
+            raise UserError(
+                f"python -m ddpkit launch {words[0]}: no such script (NPROC=2 for two ranks)"
+            )
         line = no_torch()
         if line:
             raise UserError(line)

@@ -176,6 +176,9 @@ class Loader(DataLoader):
         count = options.pop("num_workers", count)  # as DataLoader calls it
         self.seeded = Seeded(dataset, classes, seed)
         how |= workers(count, devices.kind())
+        if not how["num_workers"]:
+            # of workers that there are not, as under a debugger
+            options |= {"persistent_workers": False, "prefetch_factor": None}
         if classes is not None:
             how["collate_fn"] = Collate()
         super().__init__(dataset, **(how | options))

@@ -1,16 +1,17 @@
 """Where a run gets its batches: from loaders of ddpkit, or from any others."""
 
+import copy
 import itertools
 from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from ddpkit.data import samples
 from ddpkit.data.format import NAME
 from ddpkit.data.loading import Loader, TrainSampler, batches_by_size
-from ddpkit.data.normalizing import find_format, format_of, move, unpack
+from ddpkit.data.normalizing import format_of, move
 from ddpkit.data.other_loaders import OtherSource, check_share, drawn, numbered
 from ddpkit.data.samples import Key
 from ddpkit.errors import UserError
@@ -76,7 +77,7 @@ def eval_batches(loader: object, where: nn.Module | torch.device) -> Iterator[tu
                 "eval_batches got ddpkit.train_loader(...), whose batches have no indices: to "
                 "evaluate on training images pass it ddpkit.val_loader(train_set, ...)"
             )
-        judged[where] = replicas.bit_sums(where.parameters())
+        judged[replicas.bare(where)] = replicas.bit_sums(where.parameters())
         with replicas.in_evaluation(where):
             yield from eval_batches(loader, next(where.parameters()).device)
         return
@@ -90,29 +91,37 @@ def eval_batches(loader: object, where: nn.Module | torch.device) -> Iterator[tu
 
 def _dealt(loader: object) -> Iterator[list]:
     """Return the batches of a loader for evaluation that are this rank's, with indices."""
-    if isinstance(loader, First):
-        return iter(loader)
     if isinstance(loader, Loader):
-        batches = batches_by_size(loader.raw())
-        return numbered(batches) if loader.seeded.is_any else batches
+        return batches_by_size(loader.raw())
     check_share(loader, "val")
     return numbered(drawn(loader, 0))
 
 
 class First:
-    """The first samples of a validation loader, a small batch, the same on all ranks."""
+    """The first batch of any other loader, which is as that one in all else."""
 
-    def __init__(self, loader: object) -> None:
+    def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.dataset = samples.dataset_of(loader)
 
-    def __iter__(self) -> Iterator[list]:
-        loader = self.loader
-        if not isinstance(loader, Loader):
-            return itertools.islice(numbered(drawn(loader, 0)), 1)
-        count = min(2, len(self.dataset))
-        keys = [Key(0, number, is_val=True) for number in range(count)]
-        return batches_by_size([loader.collate_fn(loader.seeded.__getitems__(keys))])
+    def __len__(self) -> int:
+        return 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator:
+        return itertools.islice(drawn(self.loader, 0), 1)
+
+
+def first(loader: Any) -> Any:
+    """Return a loader of a first batch; of ours that is small, and the same on all ranks."""
+    if not isinstance(loader, Loader):
+        return First(loader)
+    keys = [Key(0, n, is_val=True) for n in range(min(2, len(loader.seeded)))]
+    own = copy.copy(loader)
+    # past DataLoader's own rule that these do not change
+    vars(own).update(batch_sampler=[keys], num_workers=0, timeout=0)
+    return own
 
 
 def check_formats(train_loader: object, val_loader: object) -> None:
@@ -121,12 +130,6 @@ def check_formats(train_loader: object, val_loader: object) -> None:
     val = format_of(val_loader)
     if train.scale == val.scale:
         return
-    for loader in (train_loader, val_loader):
-        if find_format(samples.dataset_of(loader)):
-            continue  # its uint8 images are normalised by the format
-        # A set of one's own without a format: floats are taken as they are.
-        if unpack(next(drawn(First(loader), 0)))[0].is_floating_point():
-            return
     raise UserError(
         f"training images are normalised by {train.keys()}, validation images by "
         f"{val.keys()} of {NAME} ({{}}: ImageNet's mean and std): give both datasets the "

@@ -80,7 +80,7 @@ def end_workers_at_exit() -> None:
 
 
 def _kill_at_exit() -> None:
-    process.begin_to_leave()
+    process.End.is_leaving = True
     for child in multiprocessing.active_children():
         if child.daemon:  # Python waits for others, which a person has started
             child.kill()

@@ -127,7 +127,8 @@ def one_line_errors() -> Iterator[None]:
             process.exit_now(128 + signal.SIGINT)
         if not isinstance(error, Exception):
             raise  # of sys.exit
-        process.begin_to_leave(error)
+        process.End.is_leaving = True
+        process.End.error = error
         _end_if_known(error)
         # else collectives broke here because another rank has left
         # unless a debugger holds this one, too

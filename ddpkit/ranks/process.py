@@ -43,7 +43,7 @@ class End:
     """What the threads of this process know of its end."""
 
     status = 1  # with which this rank ends if it has to be ended; 0 once all is done
-    is_leaving = False  # this rank ends itself
+    is_leaving = False  # this rank ends itself; from then on its workers may end
     error: BaseException | None = None  # for which its main thread does
 
 
@@ -193,7 +193,7 @@ def holding_signals(signals: Collection[int] = STOP_SIGNALS) -> Iterator[None]:
 def exit_now(status: int) -> NoReturn:
     """Exit without cleaning up, which could wait forever; with F5, end torchrun and all ranks."""
     drop_unprinted()
-    End.is_leaving = True  # from here on workers may end
+    End.is_leaving = True
     # By SIGKILL: torchrun would first wait for ranks that a debugger holds.
     if os.environ.get(DEBUGGED_LAUNCHER) == str(os.getppid()):
         os.kill(os.getppid(), KILL)
@@ -228,9 +228,3 @@ def remove_folders() -> None:
         with contextlib.suppress(OSError):
             Path(store).unlink(missing_ok=True)
             os.rmdir(os.path.dirname(store))  # empty, or another rank is there
-
-
-def begin_to_leave(error: BaseException | None = None) -> None:
-    """From here on workers may end."""
-    End.is_leaving = True
-    End.error = error

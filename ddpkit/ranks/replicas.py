@@ -35,9 +35,7 @@ WRAPPERS = {
 
 def uncompiled(network: nn.Module) -> nn.Module:
     """Return the network that torch.compile(network) was given, or `network` itself."""
-    # Not by an attribute, which a wrapper may hand on from one within it.
-    layers: Any = network._modules if isinstance(network, nn.Module) else {}
-    return layers.get("_orig_mod", network)
+    return getattr(network, "_orig_mod", network)
 
 
 def bare(part: Any) -> Any:

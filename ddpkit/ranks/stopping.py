@@ -148,6 +148,7 @@ class Stopper:
 
 
 _stopper: Stopper | None = None  # within `on_signals`
+in_step = False  # whether the main thread is in the body of a loop over steps
 
 
 @contextlib.contextmanager
@@ -224,10 +225,13 @@ def note_kept(position: str) -> None:
 
 
 def stop_requested() -> bool:
-    """Return whether this rank knows of a stop request; other ranks may not know it yet."""
+    """Return whether this rank knows of a stop request; other ranks may not know it yet.
+
+    In a step it does not tell, also if that evaluates: the stop comes at the step's end.
+    """
     if _stopper:
         _stopper.heartbeat += 1
-    return bool(_stopper and _stopper.answered)
+    return bool(_stopper and _stopper.answered and not in_step)
 
 
 def agree() -> None:

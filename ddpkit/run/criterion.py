@@ -27,8 +27,8 @@ class Criterion(nn.Module):
         If it is neither, or labels are not what it divides by, it has a method `count(targets)`
         with what its sum is to be divided by, and returns the sum.
     reduction: "mean" or "sum", of a loss that has neither an attribute `reduction` nor `count`.
-    classes: their names, or their number. Labels are class numbers, but not the loss's
-        `ignore_index`; they count as its `weight` says. Of other targets each number counts.
+    classes: their names. Labels are class numbers, but not the loss's `ignore_index`; they count as
+        much as the loss's `weight` says. Of other targets each number counts.
 
     A function, or a module around a loss, hides both: all labels from 0 to classes - 1 count one.
 
@@ -41,13 +41,12 @@ class Criterion(nn.Module):
     def __init__(
         self,
         loss: Callable[..., object],
-        classes: Sequence[str] | int = (),
+        classes: Sequence[str] = (),
         reduction: str = "",
     ) -> None:
         super().__init__()
-        self.num_classes = classes if isinstance(classes, int) else len(classes)
-        counts = getattr(loss, "count", None)
-        self.counts = counts if callable(counts) else None
+        self.num_classes = len(classes)
+        self.counts = getattr(loss, "count", None)
         self.is_regression = isinstance(loss, REGRESSIONS)
         self.unsaid = reduction
         self.loss = loss  # last: what is set after it may be an attribute of the loss

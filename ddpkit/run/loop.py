@@ -168,8 +168,8 @@ class Run(Checkpoints):
         self.train_loader = train_loader
         self.val_loader = val_loader
         self.classes = classes
-        self.model = model
-        self.trained = model if trained is None else trained
+        self.model = replicas.bare(model)
+        self.trained = replicas.bare(trained or model)
         self.criterion = criterion
         self.optimizer = optimizer
         self.report = report
@@ -415,7 +415,7 @@ class Run(Checkpoints):
         if self.is_complete or (is_known and not is_new):
             return
         with contextlib.suppress(NoLabelsError):  # in one batch
-            first = sources.First(self.val_loader)
+            first = sources.first(self.val_loader)
             results, *_ = evaluate(self.model, first, *args)
             self._choose_score(results)
             # it would read one more image, before a breakpoint in workers is reached
@@ -439,7 +439,7 @@ class Run(Checkpoints):
             try:
                 with contextlib.closing(self.report):
                     yield
-                self._keep_changes()
+                self._keep_changes(is_over=True)
                 # rank 0 may still be saving: its watcher needs the others'
                 distributed.wait_for_all()
             except stopping.Stopped:  # in an evaluation
@@ -494,6 +494,8 @@ class Run(Checkpoints):
         return Steps(self.source.steps, lambda: self._begin_steps(networks))
 
     def _begin_steps(self, networks: tuple[nn.Module, ...]) -> Iterator:
+        if self.phase is Phase.OUTSIDE:
+            raise UserError("write `with run:` around the loop, which a signal stops")
         if self.epoch >= self.last_epoch:
             raise UserError(
                 f"all {self.last_epoch} epochs are done: write the loop as for epoch in "
@@ -530,6 +532,7 @@ class Run(Checkpoints):
             how = self.accumulate, self._take_passes
             yield self.done, Passes(some, self.device, format, *how)
             some = list(itertools.islice(found, passes))
+        replicas.sync_networks(self.parts.values())
 
     @property
     def steps_left(self) -> int:
@@ -589,7 +592,8 @@ class Run(Checkpoints):
     def means(self) -> dict[str, float]:
         """Return train_loss, the mean over all ranks, and the `sums` of `end_step`, by name.
 
-        All ranks have to call it, after the loop. It gives them the BatchNorm statistics of rank 0.
+        All ranks have to call it, after the loop, at whose end they get the BatchNorm statistics of
+        rank 0.
         """
         is_early = self.steps_left > 0
         if is_early:
@@ -604,8 +608,8 @@ class Run(Checkpoints):
         if is_early:  # a run that resumes starts with the next epoch
             self.seen = self.source.total
             self.done = self.source.steps
+            replicas.sync_networks(self.parts.values())
         self.speed = self.report.speed()
-        replicas.sync_networks(self.parts.values())
         return means_of(sums)
 
     def _sums_of_all(self) -> Rows:
@@ -652,7 +656,7 @@ class Run(Checkpoints):
         self.sums.clear()
         self._begin_epoch()
         position = {"epoch": self.epoch, "step": self.step}
-        self.history.append({**position, **row, **self.speed})
+        self.history.append({**position, **row, **position, **self.speed})
         is_best = is_evaluated and self.chosen.take(
             float(row[self.chosen.name]), self.epoch
         )

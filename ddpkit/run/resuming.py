@@ -23,13 +23,14 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpkit.data import loading, samples
 from ddpkit.data.other_loaders import Reading, note_seeded
 from ddpkit.errors import UserError, shorten
-from ddpkit.ranks import distributed, replicas
+from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.ranks.stopping import (
     Stopped,
     agree,
@@ -40,11 +41,10 @@ from ddpkit.ranks.stopping import (
 )
 from ddpkit.ranks.virtual import VirtualRanks
 from ddpkit.ranks.virtual_steps import VirtualSteps, check_ended
-from ddpkit.run import agreement, checkpoint, finite, states
+from ddpkit.run import agreement, checkpoint, finite, states, unsaved
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import progress_line, say_batches
 from ddpkit.run.states import State
-from ddpkit.run.unsaved import Unsaved
 from ddpkit.run.variables import LoopVariables
 
 # What a checkpoint has to contain
@@ -236,7 +236,9 @@ class Checkpoints:
         self.turns = Turns()
         # those of a Run go on after `end_epoch`
         self.variables = LoopVariables(self.name, self.goes_on_after_last)
-        self.unsaved = Unsaved(type(self).__name__, self.parts, self.turns.stepped)
+        self.unsaved = unsaved.Unsaved(
+            type(self).__name__, self.parts, self.turns.stepped
+        )
         self.later: dict[str, State] = {}  # saved states of parts that are made later
         # of networks, those of each rank: DistributedDataParallel gives all those of rank 0
         self.buffers: dict[str, list[State]] = {}
@@ -308,6 +310,10 @@ class Checkpoints:
         after a signal, that step is done once more, and nothing is lost.
         """
         with self._in_run(), self._in_epochs():
+            if (
+                self.epoch >= count
+            ):  # the script goes on with what it has: say what it lost
+                self.variables.begin_epoch(self, self.epoch, self.parts, True)
             while self.epoch < count:
                 # for what is drawn before its steps, such as by zip(loader, other)
                 samples.seed(self.seed, self.epoch, self.share_outside, 0, 0)
@@ -392,6 +398,9 @@ class Checkpoints:
         self._find_virtual(networks, virtual_ranks)
         if self.step == self.first_step:
             self.unsaved.note_networks()
+            for ddp_model in unsaved.alive(DistributedDataParallel):
+                if ddp_model.module in self.parts.values():
+                    replicas.prepare_network(ddp_model)
         with self._in_loop():
             rest = begin()
             self._keep_before_last(length)
@@ -400,7 +409,9 @@ class Checkpoints:
                 self.turns.count += 1
                 before = self.step
                 self.begun = self.done + 1
+                stopping.in_step = True
                 yield batch
+                stopping.in_step = False
                 check_ended()
                 self._count(before)
                 self._end_turn(is_last=self.done == length)
@@ -483,7 +494,8 @@ class Checkpoints:
         if self.phase not in (Phase.OUTSIDE, Phase.EPOCH):
             raise UserError(
                 f"second loop over {self.name}.steps in an epoch (without epochs: in a run): pass "
-                "all batches to the first, such as itertools.chain(loader, other)"
+                "all batches to the first, such as itertools.chain(loader, other); to train by "
+                f"iterations use steps(range(N)) and next({self.name}.forever(loader))"
             )
         is_alone = self.phase is Phase.OUTSIDE
         self.phase = Phase.ALONE if is_alone else Phase.STEPS
@@ -497,19 +509,28 @@ class Checkpoints:
                     go_on()
                     after = Phase.DONE
         finally:
+            stopping.in_step = False
             if self.phase in IN_LOOP:  # not long after, when an iterator is thrown away
                 self.phase = after
             if not is_alone:  # what is drawn after the steps
                 samples.seed(self.seed, self.epoch, self.share_outside, 1, 0)
 
-    def _keep_changes(self) -> None:
+    def _keep_changes(self, is_over: bool = False) -> None:
         """Save again if parts were changed after an epoch was saved; to call on all ranks.
 
-        What is changed before the first steps, by each start anew, is none, but gives a warning.
+        What is changed before the first steps, by each start anew, is none, but gives a warning. So
+        do networks after all epochs (is_over), as one that gets the best weights for a test.
         """
         then = self.saved_sums
         self.saved_sums = {}
-        if not distributed.from_rank_zero(lambda: then != self._checksums(then)):
+        sums = distributed.from_rank_zero(lambda: self._checksums(then))
+        changed = [name for name in then if sums[name] != then[name]]
+        if not changed:
+            return
+        if is_over and any(isinstance(self.parts[each], nn.Module) for each in changed):
+            distributed.print0(
+                f"{shorten(changed)} changed after the last epoch: the checkpoints keep what was"
+            )
             return
         if self.epoch > self.first_epoch:
             self._save_again()
@@ -644,7 +665,8 @@ class Checkpoints:
     def _load(self, state: State) -> None:
         path = state["path"]
         line = progress_line(state, state["done"], "epoch(s)")
-        distributed.print0(line + self._place_line(state["done"]))
+        place = self._place_line(state["done"], state.get("length", 0))
+        distributed.print0(line + place)
         if state.get("is_inside"):
             distributed.print0(
                 "it was saved within a step, or before the end of an epoch: what the script did "

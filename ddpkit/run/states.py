@@ -90,7 +90,7 @@ def take_states(parts: Parts) -> State:
 
 def is_metric(part: object) -> bool:
     """Return whether it is torchmetrics', a module without a state unless it is persistent."""
-    return callable(getattr(part, "persistent", None))
+    return hasattr(part, "persistent")
 
 
 def leaves_of(state: Any) -> list:
@@ -285,6 +285,7 @@ def fitting(path: str, what: str, remedy: str) -> Iterator[None]:
 
 def load_module(module: nn.Module, saved: State, **how: bool) -> None:
     """Load the weights of a network; it and what was saved may each be compiled or not."""
+    module = replicas.bare(module)
     saved = uncompiled_names(saved)
     names = module.state_dict().keys()
     if any(COMPILED in name for name in names):
