@@ -421,3 +421,115 @@ def test_losses_and_outputs(
         change = (OF_LOSS, "    loss_module = nn.CrossEntropyLoss()\n")
         done = edited(change)(own, tmp_path / "void", ranks=2)
         done.refused("failures.of_torch", "ignore_index=255")
+
+
+DRAW = "                run.draw(confusion, worst)\n"
+TEST = f"""{DRAW}        model.load_state_dict({{name: torch.zeros_like(each) for name, each in
+            model.state_dict().items()}})
+        evaluate(model, val_loader, criterion, metrics, args)
+"""
+
+
+def test_other_weights_after_the_loop(
+    few: Path, tmp_path: Path, edited: Edited
+) -> None:
+    """Within the block, as for a test: the checkpoints are those of before; a line says so."""
+    whole, tested = tmp_path / "whole", tmp_path / "tested"
+    edited()(few, whole).ok()
+    done = edited((DRAW, TEST))(few, tested).ok()
+    assert (
+        "model changed after the last epoch: the checkpoints keep what was" in done.out
+    )
+    assert digest(whole) == digest(tested)
+    best = [checkpoint.read(out / "best.pt")["model"] for out in (whole, tested)]
+    assert all(map(torch.equal, *(each.values() for each in best)))
+
+
+MIDWAY = """
+        if run.step == 1:
+            __import__('os').kill(__import__('os').getpid(), 15)
+            __import__('time').sleep(2)
+            evaluate(run.model, run.val_loader, criterion, args.metrics, args)
+"""
+MAKE = "    report = ddpkit.Reporter("
+METRICS = MAKE, "    args.metrics = metrics\n" + MAKE
+
+
+def test_an_evaluation_within_a_step(few: Path, tmp_path: Path, edited: Edited) -> None:
+    """A signal that comes in it stops the run at the step's end, which is what is saved."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    edited()(few, whole).ok()
+    midway = END, MIDWAY.replace("\n        ", "\n        ", 1) + END
+    assert edited(METRICS, midway)(few, stopped).status == 75
+    assert "and 2 steps of the next" in edited()(few, stopped).ok().out
+    assert digest(whole) == digest(stopped)
+
+
+BATCHES = (
+    "    for images, targets, *_, indices in ddpkit.eval_batches(loader, model):\n"
+)
+DIRECT = """
+    model.eval()
+    print("sizes", len(loader), loader.batch_size, len(loader.dataset))
+    for images, targets, *_, indices in loader:
+        assert images.dtype == torch.float32
+"""
+BACK = "    loss_sum, count = ddp.sum_exactly(losses, batch_counts)\n"
+
+
+def test_a_loader_that_is_evaluated_by_hand(
+    few: Path, tmp_path: Path, edited: Edited
+) -> None:
+    """len(loader) and what else a DataLoader has, also of the batch that is tried at the start."""
+    changes = (BATCHES, DIRECT.lstrip("\n"))
+    done = edited(changes)(few, tmp_path / "by hand").ok()
+    edited()(few, tmp_path / "out").ok()
+    small, whole = re.findall(r"sizes (\S+) (\S+) (\S+)", done.out)
+    assert small[0] == "1"
+    assert small[1:] == whole[1:]
+    results = [rows(tmp_path / name)[-1]["val_loss"] for name in ("by hand", "out")]
+    assert results[0] == results[1]
+
+
+MEANS = "    return run.means()\n"
+
+
+def test_statistics_without_means(few: Path, tmp_path: Path, edited: Edited) -> None:
+    """At the end of its steps all ranks have rank 0's, whoever adds up the loss."""
+    note = "out = f'{args.output_dir}/rank{torch.distributed.get_rank()}'"
+    note += "; torch.save(dict(model.named_buffers()), out)"
+    start = edited(
+        (MEANS, "    return {'train_loss': 1.0}\n"),
+        (SAVE, f"{SAVE}            {note}\n"),
+    )
+    out = tmp_path / "out"
+    start(few, out, ranks=2).ok()
+    of_ranks = [torch.load(out / f"rank{rank}") for rank in (0, 1)]
+    assert of_ranks[0]
+    for name, each in of_ranks[0].items():
+        assert torch.equal(each, of_ranks[1][name]), name
+
+
+def test_ddp_in_place_of_the_model(few: Path, tmp_path: Path, edited: Edited) -> None:
+    """Wrapped at once, as in most scripts: it is evaluated, saved and read as the model is."""
+    made = "    # criterion(outputs, targets) is the sum of the losses of a batch's labels, and\n"
+    early = f"    model = DistributedDataParallel(model)\n{made}"
+    own = WRAPPED, "        ddp_model = model\n        # A resumed"
+    start = edited((made, early), own)
+    start(few, tmp_path / "out", ranks=2).ok()
+    assert "trained" not in checkpoint.read(tmp_path / "out" / "last.pt")
+    start(few, tmp_path / "out", "--epochs", 2).ok()
+    start(few, tmp_path / "out", "--eval-only").ok()
+
+
+def test_a_row_with_the_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
+    """Counted by the person from 0: metrics.csv counts from 1, as ever."""
+    row = "{**means, **results, "
+    edited((row, row.replace("{", '{"epoch": epoch, ', 1)))(few, tmp_path / "out").ok()
+    assert [each["epoch"] for each in rows(tmp_path / "out")] == ["1"]
+
+
+def test_without_the_block(few: Path, tmp_path: Path, edited: Edited) -> None:
+    """No signal would stop the loop."""
+    done = edited(("    with run:\n", "    if run:\n"))(few, tmp_path / "out")
+    done.refused("loop.begin_steps", "with run:")

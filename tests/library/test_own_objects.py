@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import ddpkit
+from ddpkit.data import samples
 from ddpkit.data.other_loaders import OtherSource, Reading
 from ddpkit.ranks import distributed
-from ddpkit.run import checkpoint
+from ddpkit.run import agreement, checkpoint
 
 
 def gaps() -> DataLoader:
@@ -251,3 +252,73 @@ def test_no_path_to_resume(tmp_path: Path, odd: Any) -> None:
     """As of a flag whose default is None."""
     with refusal("folder.check_file", f"{odd}: no such file; use auto, never"):
         ddpkit.Checkpoints(tmp_path / "run", resume=odd, net=nn.Linear(2, 2))
+
+
+@ranks.on_ranks(3)
+def test_a_network_that_is_not_passed_to_steps(tmp_path: Path) -> None:
+    """The first step of a resumed run adds in the order of all others."""
+    ends = []
+    for resumes in False, True:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(9, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 2)
+        )
+        ddp_model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+        optimizer = torch.optim.Adam(net.parameters(), 0.01)
+        for stop in (3, 6) if resumes else (6,):
+            folder = tmp_path / str(resumes)
+            checkpoints = ddpkit.Checkpoints(folder, net=net, optimizer=optimizer)
+            for number in checkpoints.steps(range(stop)):
+                x = torch.randn(8, 9) * (number + 1 + distributed.rank())
+                ddp_model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            del checkpoints
+            if stop == 3:  # as in a new process
+                ddp_model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+        ends.append(samples.checksum(list(net.parameters())))
+    assert ends[0] == ends[1]
+
+
+def test_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Started again it trains nothing: what the script then tells of is named."""
+
+    def train() -> None:
+        checkpoints = ddpkit.Checkpoints(tmp_path / "run", net=nn.Linear(2, 2))
+        best = None
+        for epoch in checkpoints.epochs(3):
+            for _ in checkpoints.steps(range(2)):
+                pass
+            best = max(best or 0, epoch + 10)
+        print("best", best)
+
+    train()
+    capsys.readouterr()
+    train()
+    said = capsys.readouterr().out
+    assert "warning: best not restored" in said
+    assert "best None" in said
+
+
+class Sounds(Dataset):
+    """Vectors with noise of the dataset's own, which each rank draws anew."""
+
+    def __init__(self, label: int = 0) -> None:
+        self.label = label
+        self.rng = np.random.default_rng()
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.from_numpy(self.rng.random(16)), self.label
+
+
+@ranks.on_ranks(2)
+def test_samples_that_are_vectors() -> None:
+    """They are no labels, which no draw changes."""
+    loader = ddpkit.train_loader(Sounds(), 2, workers=0)
+    agreement.check_alike((), training=loader)
+    loader = ddpkit.train_loader(Sounds(distributed.rank()), 2, workers=0)
+    with refusal("agreement.check_alike", "a first sample[1] for training"):
+        agreement.check_alike((), training=loader)
