@@ -288,7 +288,7 @@ def test_an_interrupt_in_a_notebook(tmp_path):
                 turns.append((epoch, batch))
                 if len(turns) == interrupted:
                     signal.raise_signal(signal.SIGINT)
-                    wait_for(stopping.stop_requested)
+                    wait_for(lambda: stopping._stopper.answered)
                 elif len(turns) == 3:  # of the next cell, which is not to stop
                     time.sleep(2 * protocol.POLL_SECONDS)
 
