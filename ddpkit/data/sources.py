@@ -3,7 +3,6 @@
 import copy
 import itertools
 from collections.abc import Iterator
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -100,20 +99,20 @@ def _dealt(loader: object) -> Iterator[list]:
 class First:
     """The first batch of any other loader, which is as that one in all else."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: object) -> None:
         self.loader = loader
 
     def __len__(self) -> int:
         return 1
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator:
         return itertools.islice(drawn(self.loader, 0), 1)
 
 
-def first(loader: Any) -> Any:
+def first(loader: object) -> object:
     """Return a loader of a first batch; of ours that is small, and the same on all ranks."""
     if not isinstance(loader, Loader):
         return First(loader)

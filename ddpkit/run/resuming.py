@@ -523,8 +523,9 @@ class Checkpoints:
         """
         then = self.saved_sums
         self.saved_sums = {}
-        sums = distributed.from_rank_zero(lambda: self._checksums(then))
-        changed = [name for name in then if sums[name] != then[name]]
+        changed = distributed.from_rank_zero(
+            lambda: [n for n, s in self._checksums(then).items() if s != then[n]]
+        )
         if not changed:
             return
         if is_over and any(isinstance(self.parts[each], nn.Module) for each in changed):

@@ -346,8 +346,7 @@ class Reporter:
         device = devices.for_sums(self.device)
         scalars = [loss] if grad_norm is None else [loss, grad_norm]
         on_device = [
-            torch.as_tensor(each, dtype=torch.float32, device=device).detach()
-            for each in scalars
+            torch.as_tensor(each).detach().to(device, torch.float32) for each in scalars
         ]
         values = torch.stack(on_device).to("cpu", non_blocking=True)  # pinned memory
         event = None

@@ -116,7 +116,7 @@ def test_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Of those beyond their limits: what they have, which is only ever lowered, too.
-UNTIL_THEN = {"core": 59_300, "vision": 43_650}
+UNTIL_THEN = {"core": 59_300, "vision": 43_610}
 
 
 @pytest.mark.parametrize("name", UNTIL_THEN)
