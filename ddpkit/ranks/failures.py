@@ -166,9 +166,9 @@ def _end_if_known(error: Exception) -> None:
 
 
 def _follow_workers() -> None:
-    """End this rank once one of its loader workers has died, which the main thread may not see.
+    """End this rank once one of its loader workers has died.
 
-    It may be in a collective, and what torch raises in it may be swallowed.
+    The main thread, which may be in a collective, sees it as late as it waits for a batch.
     """
     fault = workers.find_fault()
     if fault and not distributed.any_debugged() and not process.End.is_leaving:

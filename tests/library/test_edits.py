@@ -459,8 +459,7 @@ def test_an_evaluation_within_a_step(few: Path, tmp_path: Path, edited: Edited) 
     """A signal that comes in it stops the run at the step's end, which is what is saved."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     edited()(few, whole).ok()
-    midway = END, MIDWAY.replace("\n        ", "\n        ", 1) + END
-    assert edited(METRICS, midway)(few, stopped).status == 75
+    assert edited(METRICS, (END, MIDWAY + END))(few, stopped).status == 75
     assert "and 2 steps of the next" in edited()(few, stopped).ok().out
     assert digest(whole) == digest(stopped)
 
@@ -468,21 +467,18 @@ def test_an_evaluation_within_a_step(few: Path, tmp_path: Path, edited: Edited) 
 BATCHES = (
     "    for images, targets, *_, indices in ddpkit.eval_batches(loader, model):\n"
 )
-DIRECT = """
-    model.eval()
+DIRECT = """    model.eval()
     print("sizes", len(loader), loader.batch_size, len(loader.dataset))
     for images, targets, *_, indices in loader:
         assert images.dtype == torch.float32
 """
-BACK = "    loss_sum, count = ddp.sum_exactly(losses, batch_counts)\n"
 
 
 def test_a_loader_that_is_evaluated_by_hand(
     few: Path, tmp_path: Path, edited: Edited
 ) -> None:
     """len(loader) and what else a DataLoader has, also of the batch that is tried at the start."""
-    changes = (BATCHES, DIRECT.lstrip("\n"))
-    done = edited(changes)(few, tmp_path / "by hand").ok()
+    done = edited((BATCHES, DIRECT))(few, tmp_path / "by hand").ok()
     edited()(few, tmp_path / "out").ok()
     small, whole = re.findall(r"sizes (\S+) (\S+) (\S+)", done.out)
     assert small[0] == "1"
